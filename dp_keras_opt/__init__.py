@@ -1,0 +1,27 @@
+"""Differentially private training for Keras 3 on TensorFlow."""
+
+import keras as _keras
+
+if _keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"dp_keras_opt needs Keras's TensorFlow backend, but it is '{_keras.backend.backend()}'. Set "
+        "the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
+    )
+
+from dp_keras_opt import accounting, callbacks, clipping, data, noise, optimizers, serving
+from dp_keras_opt.model import DPModel, PrivacyBudgetError, make_private
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DPModel",
+    "PrivacyBudgetError",
+    "accounting",
+    "callbacks",
+    "clipping",
+    "data",
+    "make_private",
+    "noise",
+    "optimizers",
+    "serving",
+]

@@ -1,0 +1,8 @@
+"""What training costs in privacy: sampling, epsilon, calibration, ledger and statement."""
+
+from dp_keras_opt.accounting.calibration import calibrate
+from dp_keras_opt.accounting.ledger import Ledger
+from dp_keras_opt.accounting.planning import epsilon, statement
+from dp_keras_opt.accounting.sampling import Sampling
+
+__all__ = ["Ledger", "Sampling", "calibrate", "epsilon", "statement"]

@@ -1,0 +1,122 @@
+"""Epsilon of what was released, by dp_accounting's accountants."""
+
+import numbers
+import warnings
+
+import dp_accounting
+
+_ACCOUNTANTS = {
+    "rdp": dp_accounting.rdp.RdpAccountant,
+    "pld": dp_accounting.pld.PLDAccountant,
+}
+
+
+def make_accountant(name, sampling):
+    """A fresh accountant for events of `sampling`.
+
+    Args:
+        name: "rdp" (Rényi divergences) or "pld" (privacy loss distributions: tighter, slower).
+        sampling: the `Sampling` of the events.
+
+    Returns:
+        A `dp_accounting.PrivacyAccountant` whose relation counts the sensitivity once: the
+        events of `events.py` carry it already. RDP prices subsets of fixed size under
+        REPLACE_ONE and does not double there; everything else goes as ADD_OR_REMOVE_ONE, since
+        RDP refuses Poisson under REPLACE_ONE, and whether PLD doubles there depends on the
+        version. A replaced example in a Poisson batch is thereby over-counted, not under.
+
+    Raises:
+        ValueError: the name is unknown, or the accountant cannot price this sampling.
+    """
+    _check_name(name)
+    if name == "pld" and sampling.kind == "without_replacement":
+        raise ValueError(
+            "accountant='pld' cannot price sampling without replacement: dp_accounting has no "
+            "privacy loss distribution for it. Use accountant='rdp', or Poisson sampling."
+        )
+    return _ACCOUNTANTS[name](neighboring_relation=_relation(sampling))
+
+
+def epsilon_of(segments, delta, accountant="rdp"):
+    """Epsilon of the composition of `segments` at `delta`.
+
+    Args:
+        segments: iterable of `ledger.Segment`; they may differ in noise and sampling, but must
+            share one adjacency and one privacy unit.
+        delta: probability that the guarantee fails, in (0, 1); should be well below 1/n.
+        accountant: "rdp" or "pld".
+
+    Returns:
+        A float: 0.0 if nothing was released, `math.inf` if something was without noise.
+
+    Raises:
+        ValueError: delta is not a number in (0, 1), the accountant is unknown or cannot price
+            the sampling, or the segments do not share adjacency and unit.
+    """
+    segments = [segment for segment in segments if segment.steps]
+    check_delta(delta, [segment.sampling for segment in segments])
+    return compose(segments, delta, accountant)
+
+
+def check_delta(delta, samplings):
+    """Refuses a delta that is not a number in (0, 1), warns where it is not below 1/n."""
+    is_number = isinstance(delta, numbers.Real) and not isinstance(delta, bool)
+    if not (is_number and 0 < delta < 1):
+        raise ValueError(
+            f"delta must be a number in (0, 1), e.g. 1e-6; received {delta!r}. "
+            "Choose it well below 1/num_examples."
+        )
+    n = max((sampling.num_examples for sampling in samplings), default=1)
+    if delta * n >= 1 and n > 1:
+        warnings.warn(
+            f"delta={delta:g} is not below 1/num_examples = {1 / n:.3g}: publishing a random "
+            "example in the clear would satisfy such a guarantee. Choose a smaller delta.",
+            stacklevel=3,
+        )
+
+
+def compose(segments, delta, accountant="rdp"):
+    """`epsilon_of` for arguments that have been checked."""
+    _check_name(accountant)
+    _check_composable(segments)
+    accountants = {}
+    for segment in segments:
+        relation = _relation(segment.sampling)
+        if relation not in accountants:
+            accountants[relation] = make_accountant(accountant, segment.sampling)
+        try:
+            accountants[relation].compose(segment.event())
+        except dp_accounting.UnsupportedEventError as error:
+            raise ValueError(
+                f"accountant={accountant!r} cannot price this noise with "
+                f"{segment.sampling.kind!r} sampling: {error}"
+            ) from error
+    # Subsets of fixed size need an accountant of their own in dp_accounting: beside another
+    # sampling, the two guarantees are added, each at its share of delta.
+    share = delta / max(len(accountants), 1)
+    return float(sum(each.get_epsilon(share) for each in accountants.values()))
+
+
+def _check_name(name):
+    if not isinstance(name, str) or name not in _ACCOUNTANTS:
+        raise ValueError(f"accountant must be one of {list(_ACCOUNTANTS)}; received {name!r}.")
+
+
+def _relation(sampling):
+    relations = dp_accounting.NeighboringRelation
+    if sampling.kind == "without_replacement":
+        return relations.REPLACE_ONE
+    return relations.ADD_OR_REMOVE_ONE
+
+
+def _check_composable(segments):
+    for name, why in (
+        ("adjacency", "they speak of different neighbouring data sets"),
+        ("unit", "they protect different units"),
+    ):
+        found = sorted({getattr(segment.sampling, name) for segment in segments})
+        if len(found) > 1:
+            raise ValueError(
+                f"Steps with {name} {' and '.join(map(repr, found))} do not compose to one "
+                f"guarantee: {why}. Train all of them with the same {name}."
+            )

@@ -1,0 +1,119 @@
+"""The least noise that meets a privacy budget."""
+
+import functools
+import math
+import numbers
+
+import dp_accounting
+
+from dp_keras_opt.accounting.accountant import check_delta, compose, make_accountant
+from dp_keras_opt.accounting.events import MAX_DISTINCT
+from dp_keras_opt.accounting.ledger import Segment, check_batch_size
+from dp_keras_opt.accounting.sampling import whole_number
+from dp_keras_opt.noise import schedules
+
+_LEAST, _MOST = 2.0**-10, 2.0**20  # noise multipliers outside are not searched
+_TOLERANCE = 3e-5  # relative
+_ROUGHLY = 16  # distinct schedule factors in the first, quick search
+
+
+def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
+    """Finds the smallest noise multiplier that meets the budget, and sets it.
+
+    Args:
+        optimizer: an optimizer of `dp_keras_opt.optimizers` that is not built yet. Sets its
+            `noise_multiplier`, and `calibrated_for` to the sampling.
+        sampling: the `Sampling` of the batches.
+        steps: number of training steps, at least 1.
+        epsilon: the budget at `delta`, positive and finite.
+        delta: probability that the guarantee fails, in (0, 1).
+        accountant: "rdp" or "pld".
+
+    Returns:
+        The noise multiplier, a float. Guaranteed: `epsilon(optimizer, ...)` with these arguments
+        is at most the budget; within 1e-4, relative, no smaller multiplier meets it.
+
+    Raises:
+        ValueError: an argument is out of range; the optimizer and the sampling disagree on the
+            batch size; the budget cannot be met.
+    """
+    steps = whole_number(steps, "steps", 1, "Give the number of training steps.")
+    if (
+        isinstance(epsilon, bool)
+        or not isinstance(epsilon, numbers.Real)
+        or not 0 < epsilon < math.inf
+    ):
+        raise ValueError(
+            f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
+        )
+    check_batch_size(optimizer, sampling)
+    check_delta(delta, [sampling])
+    make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
+    if any(release.multiplier == 0 for release in optimizer.releases_for(1.0)):
+        raise ValueError(
+            f"epsilon={epsilon} cannot be met: the optimizer releases a statistic without noise, "
+            "whatever its noise_multiplier. Choose another second_moment."
+        )
+    schedule = schedules.get(optimizer.noise_schedule)
+
+    def segment(multiplier):
+        releases = optimizer.releases_for(multiplier)
+        return Segment("planned", releases, schedule, sampling, steps=steps)
+
+    def search(accountant, max_distinct, start, factor):
+        def event(log_multiplier):
+            return segment(math.exp(log_multiplier)).event(max_distinct)
+
+        def fresh():
+            return make_accountant(accountant, sampling)
+
+        @functools.cache
+        def meets(multiplier):
+            spent = fresh().compose(event(math.log(multiplier))).get_epsilon(delta)
+            return spent <= epsilon
+
+        low, high = _bracket(meets, epsilon, start, factor)
+        found = dp_accounting.calibrate_dp_mechanism(
+            fresh,
+            event,
+            epsilon,
+            delta,
+            dp_accounting.ExplicitBracketInterval(math.log(low), math.log(high)),
+            tol=_TOLERANCE,
+        )
+        return math.exp(found)
+
+    # Many distinct factors and PLD are slow to price: search near the rough answer.
+    multiplier = search("rdp", _ROUGHLY, 1.0, 2.0)
+    constant = isinstance(schedule, schedules.Constant)
+    if accountant != "rdp" or not constant:
+        multiplier = search(accountant, MAX_DISTINCT, multiplier, 1.1)
+    while compose([segment(multiplier)], delta, accountant) > epsilon:
+        multiplier *= 1 + _TOLERANCE
+    optimizer.noise_multiplier = multiplier
+    optimizer.calibrated_for = sampling
+    return multiplier
+
+
+def _bracket(meets, epsilon, start, factor):
+    """Two noise multipliers, of which only the larger meets the budget."""
+    low = high = start
+    meets(start)  # errors of the arguments surface here
+    try:
+        while not meets(high):
+            low, high = high, high * factor
+            if high > _MOST:
+                raise ValueError(f"even noise_multiplier={low:.3g} is not enough")
+    except ValueError as error:  # dp_accounting 0.4.3 breaks down at extreme noise
+        raise ValueError(
+            f"epsilon={epsilon} cannot be met: {error}. Raise epsilon or delta, take fewer "
+            "steps, or a smaller batch_size."
+        ) from error
+    while meets(low):
+        low, high = low / factor, low
+        if low < _LEAST:
+            raise ValueError(
+                f"epsilon={epsilon} is met with hardly any noise (noise_multiplier={high:.3g}): "
+                "such a guarantee means nothing. Choose a smaller epsilon."
+            )
+    return low, high

@@ -1,0 +1,129 @@
+"""From what was released to the events that dp_accounting prices (spec: core.md).
+
+`zero_out` and `add_or_remove_one` move a clipped sum by at most C, `replace_one` by at most 2C.
+The noise is always σ·C, so under `replace_one` the events are told the multiplier σ/2. That is
+the only place where the factor 2 appears: dp_accounting's own relation (see `accountant.py`)
+never adds another.
+"""
+
+import dp_accounting
+import numpy as np
+
+#: More distinct schedule factors than this are rounded down to a geometric grid.
+MAX_DISTINCT = 400
+
+
+def step_event(releases, adjacency, alpha=1.0):
+    """The event of all that one batch releases, before amplification by sampling.
+
+    Args:
+        releases: tuple of `dp_keras_opt.noise.Release`.
+        adjacency: the neighbouring relation, as in `Sampling`.
+        alpha: factor of the noise schedule at this step.
+
+    Returns:
+        A `dp_accounting.DpEvent`; a non-private one where a release has no noise.
+
+    Raises:
+        ValueError: there is no release, or a noise multiplier is negative or not a number.
+    """
+    if not releases:
+        raise ValueError("releases is empty: a step that releases nothing cannot be accounted.")
+    sensitivity = 2.0 if adjacency == "replace_one" else 1.0  # in clip norms
+    multipliers = [release.multiplier * alpha / sensitivity for release in releases]
+    if not all(multiplier >= 0 for multiplier in multipliers):
+        raise ValueError(
+            f"Noise multipliers must be numbers >= 0; received "
+            f"{[release.multiplier for release in releases]} with schedule factor {alpha}."
+        )
+    if 0 in multipliers:
+        return dp_accounting.NonPrivateDpEvent()
+    return _joint(
+        [
+            release.mechanism.event(multiplier)
+            for release, multiplier in zip(releases, multipliers, strict=True)
+        ]
+    )
+
+
+def segment_event(releases, sampling, alphas, steps=None, max_distinct=MAX_DISTINCT):
+    """The event of consecutive steps that share releases and sampling.
+
+    Args:
+        releases: tuple of `dp_keras_opt.noise.Release`, the same at each step.
+        sampling: the `Sampling` of the steps.
+        alphas: factors of the noise schedule, one a step; or one factor for all `steps`.
+        steps: number of steps where `alphas` is a single factor.
+        max_distinct: where more factors than this differ they are rounded down, which can only
+            raise epsilon; fewer are quicker to price.
+
+    Returns:
+        A `dp_accounting.DpEvent`, in which steps of equal factors are grouped.
+    """
+    values, counts = _factors(sampling, alphas, steps, max_distinct)
+    if not len(values):
+        return dp_accounting.NoOpDpEvent()
+    adjacency = sampling.adjacency
+    if sampling.kind == "without_replacement":
+        # The bound for subsets of fixed size (Wang et al. 2019, theorem 27) also compares the
+        # batches that hold the example with those that hold another in its place: that moves
+        # the sum by 2C, whatever the adjacency. An example whose gradient is zeroed is a
+        # replaced one, so `zero_out` has the guarantee of `replace_one`; no better is proven.
+        adjacency = "replace_one"
+    each_step = [step_event(releases, adjacency, float(value)) for value in values]
+    if any(isinstance(event, dp_accounting.NonPrivateDpEvent) for event in each_step):
+        return dp_accounting.NonPrivateDpEvent()
+    composed = [
+        dp_accounting.SelfComposedDpEvent(_sampled(event, sampling), int(count))
+        for event, count in zip(each_step, counts, strict=True)
+    ]
+    return composed[0] if len(composed) == 1 else dp_accounting.ComposedDpEvent(composed)
+
+
+def _joint(events):
+    """Several releases of one batch as one event: Gaussians add up as σ⁻² = Σ σ_j⁻²."""
+    if len(events) == 1:
+        return events[0]
+    if all(isinstance(event, dp_accounting.GaussianDpEvent) for event in events):
+        precision = sum(event.noise_multiplier**-2 for event in events)
+        return dp_accounting.GaussianDpEvent(precision**-0.5)
+    return dp_accounting.ComposedDpEvent(events)
+
+
+def _sampled(event, sampling):
+    """`event` on a batch drawn by `sampling`."""
+    if sampling.kind in ("poisson", "shuffled_accounted_as_poisson"):
+        return dp_accounting.PoissonSampledDpEvent(sampling.sampling_probability, event)
+    if sampling.kind == "without_replacement":
+        return dp_accounting.SampledWithoutReplacementDpEvent(
+            sampling.num_examples, sampling.batch_size, event
+        )
+    return event  # full batches; shuffled epochs, which `_factors` has made one release each
+
+
+def _factors(sampling, alphas, steps, max_distinct):
+    """The distinct schedule factors, and how many releases each of them has."""
+    if np.ndim(alphas) == 0:
+        if sampling.kind == "shuffled":
+            steps = -(-steps // sampling.steps_per_epoch)  # every started epoch counts
+        return ([alphas], [steps]) if steps else ([], [])
+    alphas = np.asarray(alphas, np.float64)
+    if sampling.kind == "shuffled" and len(alphas):
+        # An example is in one step of the epoch, at worst in the one with the least noise.
+        alphas = np.minimum.reduceat(alphas, np.arange(0, len(alphas), sampling.steps_per_epoch))
+    return _round_down(*np.unique(alphas, return_counts=True), max_distinct)
+
+
+def _round_down(values, counts, max_distinct):
+    """At most `max_distinct` factors, none larger than before.
+
+    The grids are nested and fixed, each twice as coarse as the one before, so that more steps
+    never have a smaller epsilon.
+    """
+    width = 2.0**-10  # in powers of two: 0.07%. Cells meet at 1, so `max_distinct` is at least 2
+    rounded = values
+    while len(np.unique(rounded)) > max_distinct:
+        rounded = np.exp2(np.floor(np.log2(values) / width) * width)
+        width *= 2
+    distinct, index = np.unique(rounded, return_inverse=True)
+    return distinct, np.bincount(index, counts).astype(np.int64)

@@ -1,0 +1,378 @@
+"""The record of what was spent: which steps ran, with which noise, on which batches."""
+
+import dataclasses
+import json
+import math
+import numbers
+import secrets
+
+import keras
+
+from dp_keras_opt import noise
+from dp_keras_opt.accounting import accountant as accountants
+from dp_keras_opt.accounting.events import MAX_DISTINCT, segment_event, step_event
+from dp_keras_opt.accounting.sampling import Sampling, whole_number
+from dp_keras_opt.accounting.statement import statement
+from dp_keras_opt.noise import schedules
+
+_FORMAT = 1
+_MOST_STEPS = 2**40
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive steps that share their releases, noise schedule and sampling.
+
+    Attributes:
+        run: random hexadecimal name, by which copies of one history are recognised.
+        releases: tuple of `dp_keras_opt.noise.Release`, what each step publishes.
+        schedule: `NoiseSchedule`; step t of the segment has factor α_(first_step + t).
+        sampling: the `Sampling` of the batches.
+        clip_norm: C, for the statement only; None where there is not one.
+        first_step: place of the segment's first step in the schedule.
+        steps: number of steps.
+    """
+
+    run: str
+    releases: tuple
+    schedule: schedules.NoiseSchedule
+    sampling: Sampling
+    clip_norm: float | None = None
+    first_step: int = 0
+    steps: int = 0
+
+    def __post_init__(self):
+        whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
+        whole_number(self.steps, "steps", 0, "Give the number of steps.")
+
+    @property
+    def last_step(self):
+        """Where the segment ends in the schedule (exclusive)."""
+        return self.first_step + self.steps
+
+    def event(self, max_distinct=MAX_DISTINCT):
+        """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
+        constant = isinstance(self.schedule, schedules.Constant)
+        alphas = 1.0 if constant else self.schedule.alphas(self.first_step, self.steps)
+        return segment_event(self.releases, self.sampling, alphas, self.steps, max_distinct)
+
+    def to_config(self):
+        """The segment as JSON-able values."""
+        return {
+            "run": self.run,
+            "releases": [
+                {
+                    "query": release.query,
+                    "statistic": release.statistic,
+                    "multiplier": float(release.multiplier),
+                    "mechanism": keras.saving.serialize_keras_object(release.mechanism),
+                }
+                for release in self.releases
+            ],
+            "schedule": keras.saving.serialize_keras_object(self.schedule),
+            "sampling": self.sampling.get_config(),
+            "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
+            "first_step": self.first_step,
+            "steps": self.steps,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        """The segment that `to_config` described."""
+        releases = tuple(
+            noise.Release(**{**release, "mechanism": noise.get(release["mechanism"])})
+            for release in config["releases"]
+        )
+        return cls(
+            **{
+                **config,
+                "releases": releases,
+                "schedule": schedules.get(config["schedule"]),
+                "sampling": Sampling.from_config(config["sampling"]),
+            }
+        )
+
+
+class Ledger:
+    """What a model has spent, over all its runs.
+
+    Steps are reserved *before* they run, so that a crash over-counts and never under-counts:
+
+        ledger.begin(optimizer.releases, sampling)
+        ledger.reserve(100)          # about to run 100 steps
+        ledger.settle(100, 37)       # only 37 of them ran
+
+    Formal guarantee: `epsilon` bounds the privacy loss of every step reserved and not given
+    back, if the steps released what `begin` was told, on batches sampled as it was told. Not
+    covered: whatever else was computed from the data (`statement` lists it).
+
+    With shuffled sampling a segment starts with a fresh pass over the data: begin another one
+    wherever the pipeline starts over before the end of an epoch.
+
+    Args:
+        segments: closed segments of the past; the next steps need a `begin`.
+    """
+
+    def __init__(self, segments=()):
+        self._closed = list(segments)
+        self._current = None
+        self._pending = 0  # steps reserved and not yet settled
+
+    @classmethod
+    def of(cls, optimizer, sampling, steps):
+        """The planned ledger of `steps` steps of `optimizer` on batches of `sampling`.
+
+        Args:
+            optimizer: an optimizer of `dp_keras_opt.optimizers`, with its noise multiplier set.
+            sampling: the `Sampling` of the batches.
+            steps: number of steps, from 0.
+
+        Raises:
+            ValueError: the optimizer and the sampling disagree on the batch size, the noise
+                multiplier is not set, or the noise schedule is shorter than `steps`.
+        """
+        steps = whole_number(steps, "steps", 0, "Give the number of training steps.")
+        check_batch_size(optimizer, sampling)
+        ledger = cls()
+        ledger.begin(
+            optimizer.releases, sampling, optimizer.noise_schedule, clip_norm=optimizer.clip_norm
+        )
+        ledger.reserve(steps)
+        return ledger
+
+    @property
+    def segments(self):
+        """All segments, oldest first."""
+        return (*self._closed, *([self._current] if self._current else []))
+
+    @property
+    def current(self):
+        """The segment that the next steps belong to, None before `begin` and after `close`."""
+        return self._current
+
+    @property
+    def steps(self):
+        """Number of steps of all segments."""
+        return sum(segment.steps for segment in self.segments)
+
+    def begin(self, releases, sampling, schedule=None, clip_norm=None, first_step=0):
+        """Starts a new segment, to which the next steps belong.
+
+        Args:
+            releases: tuple of `dp_keras_opt.noise.Release`.
+            sampling: the `Sampling` of the batches to come.
+            schedule: noise schedule, None for constant noise.
+            clip_norm: C, for the statement.
+            first_step: place of the next step in the schedule.
+
+        Raises:
+            ValueError: an argument is of the wrong type.
+        """
+        if not isinstance(sampling, Sampling):
+            raise ValueError(
+                f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
+                "Use e.g. Sampling.poisson(num_examples, batch_size)."
+            )
+        segment = Segment(
+            run=secrets.token_hex(16),
+            releases=tuple(releases),
+            schedule=schedules.get(schedule),
+            sampling=sampling,
+            clip_norm=clip_norm,
+            first_step=first_step,
+        )
+        step_event(segment.releases, sampling.adjacency)  # refuses what cannot be accounted
+        self.close()
+        self._current = segment
+
+    def reserve(self, steps):
+        """Counts `steps` steps that are about to run.
+
+        Raises:
+            ValueError: no segment has begun, or the noise schedule is shorter.
+        """
+        steps = whole_number(steps, "steps", 0, "Reserve the number of steps about to run.")
+        self._need_current()
+        left = self._steps_left()
+        if steps > left:
+            raise ValueError(
+                f"steps={steps} would pass the end of the noise schedule: "
+                f"{self._current.schedule.length} steps, of which {left} are left. "
+                "Train fewer steps, or give the optimizer a longer noise_schedule."
+            )
+        self._add(steps)
+        self._pending += steps
+
+    def settle(self, reserved, executed):
+        """Gives back those reserved steps that provably did not run.
+
+        Args:
+            reserved: steps of an earlier `reserve`.
+            executed: how many of them ran, or may have run.
+
+        Raises:
+            ValueError: more steps are said to have run, or are settled, than were reserved.
+        """
+        reserved = whole_number(reserved, "reserved", 0, "Give the number passed to reserve.")
+        executed = whole_number(executed, "executed", 0, "Give the number of steps that ran.")
+        if executed > reserved:
+            raise ValueError(
+                f"executed={executed} exceeds reserved={reserved}: steps ran that were not "
+                "accounted. Reserve all steps before they run."
+            )
+        if reserved > self._pending:
+            raise ValueError(
+                f"reserved={reserved} exceeds the {self._pending} steps of this segment that are "
+                "reserved and not settled. Settle each reservation once, before `begin` or "
+                "`merge`."
+            )
+        if executed == reserved:
+            self._pending -= reserved
+            return
+        self._add(executed - reserved)
+        self._pending -= reserved
+        current = self._current
+        broke_off = current.steps % current.sampling.steps_per_epoch
+        if current.sampling.kind == "shuffled" and broke_off and not self._pending:
+            # The next pass over the data may start afresh, and then is an epoch of its own.
+            self.close()
+            self._current = dataclasses.replace(
+                current, run=secrets.token_hex(16), first_step=current.last_step, steps=0
+            )
+
+    def epsilon(self, delta, accountant="rdp"):
+        """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
+        return accountants.epsilon_of(self.segments, delta, accountant)
+
+    def affordable_steps(self, epsilon, delta, accountant="rdp"):
+        """How many further steps of the current segment keep within the budget.
+
+        Args:
+            epsilon: the budget, a number >= 0 or infinite.
+            delta: as in `epsilon`.
+            accountant: "rdp" or "pld".
+
+        Returns:
+            The largest n such that the epsilon of all steps and n more is at most the budget;
+            0 if it is spent already; at most what is left of the noise schedule, and 2**40.
+
+        Raises:
+            ValueError: no segment has begun, or an argument is out of range.
+        """
+        if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
+            raise ValueError(f"epsilon must be a number >= 0; received {epsilon!r}.")
+        self._need_current()
+        accountants.check_delta(delta, [segment.sampling for segment in self.segments])
+        current, past = self._current, [segment for segment in self._closed if segment.steps]
+        limit = min(self._steps_left(), _MOST_STEPS)
+
+        def fits(more):
+            longer = dataclasses.replace(current, steps=current.steps + more)
+            return accountants.compose([*past, longer], delta, accountant) <= epsilon
+
+        if math.isinf(epsilon):
+            return limit
+        if not limit or not fits(1):
+            return 0
+        fit, too_many = 1, None  # doubles until it no longer fits, then bisects
+        while too_many is None or too_many - fit > 1:
+            if too_many is None and fit == limit:
+                return limit
+            middle = min(2 * fit, limit) if too_many is None else (fit + too_many) // 2
+            if fits(middle):
+                fit = middle
+            else:
+                too_many = middle
+        return fit
+
+    def statement(self, delta, accountant="rdp", group_size=1):
+        """The guarantee in words; see `statement.statement`."""
+        return statement(self, delta, accountant, group_size)
+
+    def merge(self, other):
+        """Adds the history of `other`, counting once what both have recorded.
+
+        Segments of the same run are one history: the longer one counts. Others are added. The
+        current segment is closed, so that later steps have a new run of their own.
+
+        Args:
+            other: a `Ledger`, e.g. the one of a loaded checkpoint.
+
+        Raises:
+            ValueError: `other` is not a ledger, or gives one run different contents.
+        """
+        if not isinstance(other, Ledger):
+            raise ValueError(f"other must be a Ledger; received {other!r}.")
+        runs = {}
+        for segment in (*self.segments, *other.segments):
+            known = runs.setdefault(segment.run, segment)
+            same = dataclasses.replace(segment, steps=known.steps)
+            if same.to_config() != known.to_config():
+                raise ValueError(
+                    f"Run {segment.run} is recorded with different noise or sampling in the two "
+                    "ledgers: one of them was altered."
+                )
+            runs[segment.run] = max(known, segment, key=lambda each: each.steps)
+        self._current, self._pending = None, 0
+        self._closed = [segment for segment in runs.values() if segment.steps]
+
+    def __getstate__(self):
+        # A copy (copy, pickle) that trains on is another run than the original.
+        return {"_closed": list(self.segments), "_current": None, "_pending": 0}
+
+    def to_json(self):
+        """The ledger as text."""
+        segments = [segment.to_config() for segment in self.segments if segment.steps]
+        return json.dumps({"format": _FORMAT, "segments": segments}, indent=1)
+
+    @classmethod
+    def from_json(cls, text):
+        """The ledger that `to_json` wrote, with all its segments closed.
+
+        Raises:
+            ValueError: the text is not that of a ledger.
+        """
+        try:
+            content = json.loads(text)
+            if content["format"] != _FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+            return cls(Segment.from_config(config) for config in content["segments"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"text is not a ledger of this version of dp_keras_opt: {error}. "
+                "Give the text that Ledger.to_json returned."
+            ) from error
+
+    def _need_current(self):
+        if self._current is None:
+            raise ValueError(
+                "The ledger has no current segment: call begin(releases, sampling) first, also "
+                "after merge and from_json."
+            )
+
+    def _steps_left(self):
+        length = self._current.schedule.length
+        return math.inf if length is None else max(length - self._current.last_step, 0)
+
+    def _add(self, steps):
+        self._current = dataclasses.replace(self._current, steps=self._current.steps + steps)
+
+    def close(self):
+        """Ends the current segment: the next steps need a `begin`."""
+        if self._current and self._current.steps:
+            self._closed.append(self._current)
+        self._current, self._pending = None, 0
+
+
+def check_batch_size(optimizer, sampling):
+    """Refuses an optimizer whose noise is divided by another batch size than the sampling's."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
+            "Use e.g. Sampling.poisson(num_examples, batch_size)."
+        )
+    if optimizer.batch_size != sampling.batch_size:
+        raise ValueError(
+            f"The optimizer has batch_size={optimizer.batch_size}, the sampling has "
+            f"batch_size={sampling.batch_size}. Give both the same expected batch size."
+        )

@@ -1,0 +1,39 @@
+"""What training would cost, before it starts."""
+
+from dp_keras_opt.accounting.ledger import Ledger
+
+
+def epsilon(optimizer, sampling, steps, delta, accountant="rdp"):
+    """Epsilon of `steps` training steps.
+
+    Args:
+        optimizer: an optimizer of `dp_keras_opt.optimizers`, with its noise multiplier set.
+        sampling: the `Sampling` of the batches.
+        steps: number of training steps, from 0.
+        delta: probability that the guarantee fails, in (0, 1); should be well below 1/n.
+        accountant: "rdp" (default) or "pld" (tighter and slower).
+
+    Returns:
+        A float; `math.inf` where something is released without noise.
+
+    Raises:
+        ValueError: an argument is out of range, the optimizer's batch size is not that of the
+            sampling, or the accountant cannot price this sampling.
+    """
+    return Ledger.of(optimizer, sampling, steps).epsilon(delta, accountant)
+
+
+def statement(optimizer, sampling, steps, delta, accountant="rdp", group_size=1):
+    """The guarantee of `steps` training steps in words.
+
+    Args:
+        optimizer, sampling, steps, delta, accountant: as in `epsilon`.
+        group_size: k, to add the guarantee for any k privacy units together.
+
+    Returns:
+        Text. After training, `Ledger.statement` says the same of what really ran.
+
+    Raises:
+        ValueError: as `epsilon`.
+    """
+    return Ledger.of(optimizer, sampling, steps).statement(delta, accountant, group_size)

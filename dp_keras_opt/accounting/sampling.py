@@ -1,0 +1,190 @@
+"""How batches are drawn from the data, and which data sets count as neighbours."""
+
+import dataclasses
+import math
+import numbers
+import operator
+
+#: For each kind of sampling, the adjacencies under which it can be accounted.
+ADJACENCIES = {
+    "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
+    "without_replacement": ("replace_one", "zero_out"),
+    "full": ("add_or_remove_one", "zero_out", "replace_one"),
+    "shuffled": ("replace_one", "zero_out"),
+    "shuffled_accounted_as_poisson": ("add_or_remove_one", "zero_out", "replace_one"),
+}
+
+_WHY_NOT_ADD_OR_REMOVE = {
+    "without_replacement": "with the batch size fixed, an added example displaces another",
+    "shuffled": "an added example shifts all later batches",
+}
+
+
+def whole_number(value, name, minimum, fix):
+    """`value` as an int, or a ValueError that names the argument and the fix."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}; received {value!r}. {fix}")
+    return operator.index(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The sampling that the data pipeline does, with the neighbouring relation to protect.
+
+    The guarantee holds only if the pipeline really samples this way: nothing here can see it.
+    Use the class methods, one for each kind of sampling.
+
+    Attributes:
+        kind: "poisson", "without_replacement", "full", "shuffled" or
+            "shuffled_accounted_as_poisson".
+        num_examples: n, the number of privacy units in the training set.
+        batch_size: B, the *expected* batch size, a public constant.
+        adjacency: which data sets are neighbours. "add_or_remove_one": one unit more or fewer;
+            "zero_out": the gradient of one unit replaced by 0; "replace_one": one unit changed.
+        unit: the privacy unit in words, e.g. "rating" where a row of the data is a rating.
+        drop_remainder: for shuffled epochs, whether an incomplete last batch is dropped.
+
+    Raises:
+        ValueError: an argument is of the wrong type or out of range, or the adjacency cannot be
+            accounted with this kind of sampling.
+    """
+
+    kind: str
+    num_examples: int
+    batch_size: int
+    adjacency: str
+    unit: str = "example"
+    drop_remainder: bool = False
+
+    def __post_init__(self):
+        if self.kind not in ADJACENCIES:
+            raise ValueError(f"kind must be one of {list(ADJACENCIES)}; received {self.kind!r}.")
+        n = whole_number(
+            self.num_examples, "num_examples", 1, "Give the number of training examples."
+        )
+        size = whole_number(self.batch_size, "batch_size", 1, "Give the expected batch size.")
+        if size > n:
+            raise ValueError(
+                f"batch_size must be at most num_examples={n}; received {size}. "
+                "Use Sampling.full to take all examples at every step."
+            )
+        if self.kind == "full" and size != n:
+            raise ValueError(
+                f"batch_size must equal num_examples={n} for full batches; received {size}. "
+                "Use Sampling.full(num_examples), or another kind of sampling."
+            )
+        if self.adjacency not in ADJACENCIES[self.kind]:
+            why = _WHY_NOT_ADD_OR_REMOVE.get(self.kind)
+            because = f": {why}" if why and self.adjacency == "add_or_remove_one" else ""
+            raise ValueError(
+                f"adjacency={self.adjacency!r} cannot be accounted with {self.kind!r} "
+                f"sampling{because}. Use one of {list(ADJACENCIES[self.kind])}."
+            )
+        if not isinstance(self.unit, str) or not self.unit.strip():
+            raise ValueError(
+                f"unit must be the privacy unit in words, e.g. 'rating'; received {self.unit!r}."
+            )
+        if not isinstance(self.drop_remainder, bool) or (
+            self.drop_remainder and not self.kind.startswith("shuffled")
+        ):
+            raise ValueError(
+                "drop_remainder must be True or False, and only shuffled epochs have a "
+                f"remainder; received {self.drop_remainder!r} with {self.kind!r} sampling."
+            )
+        object.__setattr__(self, "num_examples", n)
+        object.__setattr__(self, "batch_size", size)
+
+    @classmethod
+    def poisson(cls, num_examples, batch_size, adjacency="add_or_remove_one", *, unit="example"):
+        """Each unit is in each batch independently with probability B/n (batch sizes vary)."""
+        return cls("poisson", num_examples, batch_size, adjacency, unit)
+
+    @classmethod
+    def without_replacement(
+        cls, num_examples, batch_size, adjacency="replace_one", *, unit="example"
+    ):
+        """Each batch is a fresh, uniformly random subset of exactly B units."""
+        return cls("without_replacement", num_examples, batch_size, adjacency, unit)
+
+    @classmethod
+    def full(cls, num_examples, adjacency="add_or_remove_one", *, unit="example"):
+        """Each batch is the whole training set."""
+        return cls("full", num_examples, num_examples, adjacency, unit)
+
+    @classmethod
+    def shuffled(
+        cls,
+        num_examples,
+        batch_size,
+        adjacency="replace_one",
+        *,
+        unit="example",
+        drop_remainder=False,
+    ):
+        """Epochs over a shuffled data set, in which each unit comes at most once an epoch.
+
+        Accounted without amplification, as one release per started epoch. Set `drop_remainder`
+        where the pipeline drops an incomplete last batch: its epochs are then a step shorter.
+        """
+        return cls("shuffled", num_examples, batch_size, adjacency, unit, drop_remainder)
+
+    @classmethod
+    def shuffled_accounted_as_poisson(
+        cls,
+        num_examples,
+        batch_size,
+        adjacency="add_or_remove_one",
+        *,
+        unit="example",
+        drop_remainder=False,
+    ):
+        """Shuffled epochs, accounted as if they were Poisson sampled: a heuristic, not a proof.
+
+        Common practice, which may under-state epsilon; every statement says so.
+        """
+        kind = "shuffled_accounted_as_poisson"
+        return cls(kind, num_examples, batch_size, adjacency, unit, drop_remainder)
+
+    @property
+    def sampling_probability(self):
+        """q = B/n, the chance of a unit to be in a given batch."""
+        return self.batch_size / self.num_examples
+
+    @property
+    def steps_per_epoch(self):
+        """Batches in one pass over the data."""
+        if self.drop_remainder:
+            return self.num_examples // self.batch_size
+        return math.ceil(self.num_examples / self.batch_size)
+
+    @property
+    def is_heuristic(self):
+        """Whether epsilon rests on an assumption that is not proven for this sampling."""
+        return self.kind == "shuffled_accounted_as_poisson"
+
+    def describe(self):
+        """One sentence on what the guarantee assumes of the data pipeline."""
+        unit, n, size = self.unit, self.num_examples, self.batch_size
+        chance = f"{size}/{n} = {self.sampling_probability:.4g}"
+        return {
+            "poisson": f"Poisson sampling: each {unit} is in each batch independently with "
+            f"probability {chance}.",
+            "without_replacement": f"Sampling without replacement: each batch is a fresh, "
+            f"uniformly random subset of exactly {size} of the {n} {unit}s.",
+            "full": f"Full batches: every step takes all {n} {unit}s, so there is no "
+            "amplification by sampling.",
+            "shuffled": f"Shuffled epochs of {self.steps_per_epoch} steps in which each {unit} "
+            "comes at most once, accounted without amplification by sampling.",
+            "shuffled_accounted_as_poisson": "HEURISTIC, NOT A PROVEN GUARANTEE: the data were "
+            f"shuffled, but accounted as if each {unit} were in each batch independently with "
+            f"probability {chance} (Poisson sampling); the true epsilon may be larger.",
+        }[self.kind]
+
+    def get_config(self):
+        """The attributes, as JSON-able values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_config(cls, config):
+        """The sampling with these attributes."""
+        return cls(**config)

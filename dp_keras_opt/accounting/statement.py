@@ -1,0 +1,141 @@
+"""The guarantee in words: what is protected, on which assumptions, and what is not."""
+
+import decimal
+import importlib.metadata
+import math
+import textwrap
+
+from dp_keras_opt.accounting.accountant import epsilon_of
+from dp_keras_opt.accounting.sampling import whole_number
+
+_NEIGHBOURS = {
+    "add_or_remove_one": "one is the other with one {unit} added or removed",
+    "zero_out": "they differ in one {unit}, whose clipped gradient is replaced by zero in one",
+    "replace_one": "they have the same size and differ in one {unit}",
+}
+
+_ACCOUNTANTS = {
+    "rdp": "Renyi differential privacy (RDP)",
+    "pld": "privacy loss distributions (PLD)",
+}
+
+_NOT_COVERED = (
+    "metrics and losses shown during training, which are computed from the data without noise;",
+    "choices driven by validation data that are not public, such as early stopping;",
+    "hyper-parameter tuning: each further training run on the same data adds to the loss;",
+    "preprocessing computed from the data (vocabularies, Normalization.adapt);",
+    "the number of examples, and the count of examples with non-finite gradients;",
+    "floating-point effects: the proofs are about real numbers, the noise is drawn in float32.",
+)
+
+
+def statement(ledger, delta, accountant="rdp", group_size=1):
+    """The privacy guarantee of a ledger as readable text.
+
+    Follows the reporting recommendations of Ponomareva et al. 2023, "How to DP-fy ML", 5.3.
+
+    Args:
+        ledger: a `Ledger`, planned (`Ledger.of`) or recorded.
+        delta: probability that the guarantee fails, in (0, 1).
+        accountant: "rdp" or "pld".
+        group_size: k, to add the guarantee for any k units together.
+
+    Returns:
+        Text of several paragraphs. Epsilons are rounded up to the digits shown.
+
+    Raises:
+        ValueError: an argument is out of range, or the ledger's steps do not compose.
+    """
+    group_size = whole_number(group_size, "group_size", 1, "Give the number of units in a group.")
+    epsilon = epsilon_of(ledger.segments, delta, accountant)
+    segments = [segment for segment in ledger.segments if segment.steps]
+    if not segments:
+        return "Privacy statement\n\nNo training step was taken: nothing was released.\n"
+
+    sampling = segments[0].sampling
+    neighbours = _NEIGHBOURS[sampling.adjacency].format(unit=sampling.unit)
+    paragraphs = [
+        "Privacy statement",
+        _guarantee(segments, epsilon, delta),
+        f"Neighbouring data sets: {neighbours} ({sampling.adjacency}).",
+        "Protected: every intermediate model, the final one, and all that is computed from them.",
+        *(_training(segment, place, segments) for place, segment in enumerate(segments, 1)),
+        f"Accounting: {_ACCOUNTANTS[accountant]}, "
+        f"dp-accounting {importlib.metadata.version('dp-accounting')}.",
+    ]
+    if group_size > 1:
+        paragraphs.append(_group(sampling.unit, epsilon, delta, group_size))
+    filled = [textwrap.fill(paragraph, 80) for paragraph in paragraphs]
+    return "\n\n".join([*filled, _bullets("Not covered:", _NOT_COVERED)]) + "\n"
+
+
+def group_privacy(epsilon, delta, size):
+    """(epsilon, delta) for `size` units together (Vadhan 2017, lemma 2.2), delta at most 1."""
+    if math.isinf(epsilon):
+        return math.inf, 1.0
+    try:
+        growth = math.expm1(size * epsilon) / math.expm1(epsilon) if epsilon else size
+    except OverflowError:
+        growth = math.inf
+    return size * epsilon, min(delta * growth, 1.0)
+
+
+def _guarantee(segments, epsilon, delta):
+    unit = segments[0].sampling.unit
+    if math.isinf(epsilon):
+        return f"NO DIFFERENTIAL PRIVACY: epsilon is infinite at delta = {delta:g}. " + " ".join(
+            f"Steps {segment.first_step} to {segment.last_step - 1} released the "
+            f"{release.statistic} of query {release.query} without noise (multiplier 0)."
+            for segment in segments
+            for release in segment.releases
+            if release.multiplier == 0
+        )
+    heuristic = " (HEURISTIC, not proven: see the sampling below)"
+    return (
+        f"Guarantee: differential privacy for one {unit} with epsilon = {_up(epsilon)} at "
+        f"delta = {delta:g}{heuristic if any(s.sampling.is_heuristic for s in segments) else ''}."
+    )
+
+
+def _training(segment, place, segments):
+    sampling = segment.sampling
+    title = "Training" if len(segments) == 1 else f"Training, part {place} of {len(segments)}"
+    noises = ", ".join(
+        f"{type(release.mechanism).__name__} noise on the {release.statistic} with noise "
+        f"multiplier sigma = {release.multiplier:.6g}"
+        for release in segment.releases
+    )
+    alphas = segment.schedule.alphas(segment.first_step, min(segment.steps, 10**6))
+    if alphas.min() != alphas.max():
+        noises += f" times schedule factors from {alphas.min():.4g} to {alphas.max():.4g}"
+    clipping = "" if segment.clip_norm is None else f", clip norm C = {segment.clip_norm:.6g}"
+    return (
+        f"{title}: {segment.steps} steps, {noises}{clipping}, expected batch size "
+        f"B = {sampling.batch_size}, n = {sampling.num_examples} {sampling.unit}s. "
+        f"{sampling.describe()}"
+    )
+
+
+def _group(unit, epsilon, delta, size):
+    group_epsilon, group_delta = group_privacy(epsilon, delta, size)
+    if group_delta >= 1:
+        return (
+            f"Groups: for {size} {unit}s together delta would be 1 (capped): no guarantee "
+            "follows. Choose a smaller delta or more noise."
+        )
+    return (
+        f"Groups: for any {size} {unit}s together, epsilon = {_up(group_epsilon)} at "
+        f"delta = {decimal.Context(3, decimal.ROUND_CEILING).create_decimal(group_delta):.2e}."
+    )
+
+
+def _up(epsilon):
+    """Three decimals, rounded up, so that the text never claims less than was spent."""
+    return str(decimal.Decimal(epsilon).quantize(decimal.Decimal("0.001"), decimal.ROUND_CEILING))
+
+
+def _bullets(title, lines):
+    filled = (
+        textwrap.fill(line, 80, initial_indent="- ", subsequent_indent="  ") for line in lines
+    )
+    return "\n".join([title, *filled])

@@ -1,0 +1,115 @@
+"""Callbacks that report the privacy loss, and that stop before a budget is exceeded."""
+
+import keras
+
+from dp_keras_opt.model import DPModel
+
+
+class PrivacyReport(keras.callbacks.Callback):
+    """Writes ε into the training logs: the progress bar, `History`, `CSVLogger`, TensorBoard.
+
+    `fit` runs it before the other callbacks, so that all of them see ε.
+
+    Args:
+        delta: δ at which ε is stated, in (0, 1); choose it well below 1 / number of examples.
+        every: also report every this many batches, None for epoch ends only.
+        accountant: "rdp" or "pld".
+        sampling: the `Sampling` that is to be accounted, if it shall be checked against the data's.
+
+    Guarantee: `epsilon` covers all private steps in the model's ledger, those of earlier `fit`
+    calls and of a loaded model included. The other figures in the logs (loss, metrics) are computed
+    from raw data and are not private.
+    """
+
+    #: `DPModel.fit` moves callbacks that write into `logs` to the front.
+    writes_logs = True
+
+    def __init__(self, delta, every=None, accountant="rdp", sampling=None):
+        super().__init__()
+        if every is not None and (isinstance(every, bool) or int(every) != every or every < 1):
+            raise ValueError(f"every must be a positive number of batches, received {every!r}.")
+        self.delta = delta
+        self.every = every
+        self.accountant = accountant
+        self.sampling = sampling
+        self._ledger = None
+        self._shown = 0.0
+
+    def on_train_begin(self, logs=None):
+        _check_model(self)
+        if self.sampling is not None and self.sampling != self.model.sampling:
+            raise ValueError(
+                f"PrivacyReport accounts {self.sampling}, but the data is sampled as "
+                f"{self.model.sampling}. Make them the same."
+            )
+        self._ledger = self.model.ledger
+        self._shown = self.epsilon
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.every is None:
+            return
+        if (batch + 1) % self.every == 0:
+            self._shown = self.epsilon
+        logs["epsilon"] = self._shown
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._shown = self.epsilon
+        logs["epsilon"] = self._shown
+
+    @property
+    def epsilon(self):
+        """ε spent so far, at `delta`; 0.0 before the first step."""
+        return 0.0 if self._ledger is None else self._ledger.epsilon(self.delta, self.accountant)
+
+    def statement(self, group_size=1):
+        """The guarantee in words; see `accounting.statement`.
+
+        Raises:
+            ValueError: no training has begun.
+        """
+        if self._ledger is None:
+            raise ValueError("There is nothing to state yet: pass the report to fit first.")
+        return self._ledger.statement(self.delta, self.accountant, group_size)
+
+
+class PrivacyBudget(keras.callbacks.Callback):
+    """Ends training before the step that would spend more than ε at δ, never after it.
+
+    The budget stays on the model: a later `fit` trains no further step beyond it, and
+    `train_on_batch` raises `PrivacyBudgetError`. A new `PrivacyBudget` replaces it.
+
+    Args:
+        epsilon: ε ≥ 0, the most that may be spent over all of the model's training.
+        delta: δ in (0, 1).
+        accountant: "rdp" or "pld".
+    """
+
+    def __init__(self, epsilon, delta, accountant="rdp"):
+        super().__init__()
+        self.epsilon = epsilon
+        self.delta = delta
+        self.accountant = accountant
+        self._limit = (None, 0)
+
+    def on_train_begin(self, logs=None):
+        _check_model(self)
+        object.__setattr__(self.model, "budget", self)
+
+    def affords(self, ledger, steps):
+        """Whether this many further steps of the ledger's current segment keep the budget."""
+        run = ledger.current.run
+        if self._limit[0] != run:
+            more = ledger.affordable_steps(self.epsilon, self.delta, self.accountant)
+            self._limit = (run, ledger.current.steps + more)
+        return ledger.current.steps + steps <= self._limit[1]
+
+    def __str__(self):
+        return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
+
+
+def _check_model(callback):
+    if not isinstance(callback.model, DPModel):
+        raise TypeError(
+            f"{type(callback).__name__} needs a dp_keras_opt.DPModel; "
+            f"{type(callback.model).__name__} is not trained privately."
+        )

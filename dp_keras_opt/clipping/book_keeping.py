@@ -1,0 +1,131 @@
+"""The book-keeping engine: one forward pass, one backward pass, inputs × output gradients.
+
+While the training step is traced, each layer that has a rule records its input and its output
+before the activation. One `tape.gradient` of the loss in those outputs then gives all that the
+rules need; no gradient of a variable is ever computed by the tape (Bu et al., "Differentially
+private optimization on large model at small cost", 2023).
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+from dp_keras_opt.clipping import per_example
+from dp_keras_opt.clipping.factors import Materialized
+from dp_keras_opt.clipping.layer_rules import rule_for
+
+
+class Plan(NamedTuple):
+    """Which engine serves which layer.
+
+    Attributes:
+        ruled: layers served by their rule.
+        general: layers (or the whole model) run one example at a time, vectorised.
+    """
+
+    ruled: tuple
+    general: tuple
+
+
+class Call(NamedTuple):
+    """One call of a layer during the forward pass.
+
+    Attributes:
+        source: the tensor whose gradient is wanted.
+        factors: function of that gradient that yields (variable, Factor) pairs.
+        output: a tensor of the call with the batch as first axis, to check the number of rows.
+    """
+
+    source: Any
+    factors: Any
+    output: Any
+
+
+def plan(model):
+    """Walks the model and gives each layer that owns trainable variables an engine."""
+    ruled, general = [], []
+
+    def walk(layer):
+        if not layer.trainable_variables:
+            return
+        if rule_for(layer) is not None:
+            ruled.append(layer)
+        elif per_example.is_unit(layer):
+            general.append(layer)
+        else:
+            for child in per_example.children(layer):
+                walk(child)
+
+    walk(model)
+    return Plan(tuple(dict.fromkeys(ruled)), tuple(dict.fromkeys(general)))
+
+
+@contextlib.contextmanager
+def recording(plan, rows):
+    """Records the calls of the planned layers while a forward pass is traced.
+
+    Args:
+        plan: which layers.
+        rows: number of rows of the batch, None if it is not static.
+
+    Yields:
+        The list of `Call`s, filled by the forward pass.
+    """
+    calls = []
+    with contextlib.ExitStack() as patches:
+        for layer in plan.ruled:
+            patches.enter_context(_patched(layer, "call", _recorder(layer, calls)))
+        for layer in plan.general:
+            patches.enter_context(_patched(layer, "call", _per_example_recorder(layer, calls, rows)))
+        yield calls
+
+
+@contextlib.contextmanager
+def _patched(layer, name, value):
+    """Shadows an attribute for a while, past Keras's attribute tracking."""
+    shadowed = vars(layer).get(name)
+    object.__setattr__(layer, name, value)
+    try:
+        yield
+    finally:
+        if shadowed is None:
+            object.__delattr__(layer, name)
+        else:
+            object.__setattr__(layer, name, shadowed)
+
+
+def _recorder(layer, calls):
+    forward, rule = layer.call, rule_for(layer)
+
+    def call(inputs, *args, **kwargs):
+        products = []
+
+        def activation(product):
+            products.append(product)
+            return layer_activation(product)
+
+        layer_activation = getattr(layer, "activation", None)
+        if layer_activation is None:
+            outputs = forward(inputs, *args, **kwargs)
+            products.append(outputs)
+        else:
+            with _patched(layer, "activation", activation):
+                outputs = forward(inputs, *args, **kwargs)
+        (source,) = products
+        calls.append(Call(source, lambda deltas: rule.factors(layer, inputs, deltas), source))
+        return outputs
+
+    return call
+
+
+def _per_example_recorder(layer, calls, rows):
+    forward = layer.call
+
+    def call(*args, **kwargs):
+        outputs, copies = per_example.call(layer, forward, rows, args, kwargs)
+        for variable, copy in copies:
+            calls.append(
+                Call(copy, lambda g, variable=variable: [(variable, Materialized(g))], copy)
+            )
+        return outputs
+
+    return call

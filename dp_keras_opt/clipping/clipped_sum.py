@@ -1,0 +1,135 @@
+"""Steps 1-3: geometry, bound, sum. The only code that sees raw gradients."""
+
+import functools
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from dp_keras_opt.clipping import book_keeping
+from dp_keras_opt.clipping.book_keeping import recording
+
+
+class Batch(NamedTuple):
+    """The rows of one physical batch.
+
+    Attributes:
+        x, y: inputs and targets, any structure of tensors with one row per example.
+        sample_weight: None, or weights that multiply each example's loss before clipping.
+        mask: None, or a boolean (B,): False for padding, which contributes exactly zero.
+    """
+
+    x: Any
+    y: Any
+    sample_weight: Any = None
+    mask: Any = None
+
+    @property
+    def rows(self):
+        """Number of rows where it is static, else None."""
+        return tf.nest.flatten(self.x)[0].shape[0]
+
+
+class ClippedSums(NamedTuple):
+    """What one physical batch gives.
+
+    Attributes:
+        sums: for each query, one float32 tensor per trainable variable: Σ_i clip(s ⊙ g_i; C).
+            Adding or removing one row changes it by at most C in the query's norm.
+        losses: the loss of each example, (B,). Raw: for metrics only.
+        y_pred: the model's outputs. Raw: for metrics only.
+        non_finite: how many examples contributed zero because their gradient was NaN or infinite.
+            A count over private data: to be shown to its owner only.
+    """
+
+    sums: list
+    losses: Any
+    y_pred: Any
+    non_finite: Any
+
+
+def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
+    """One forward pass, one backward pass, one clipped sum per query (spec: core.md, steps 1-3).
+
+    Args:
+        model: a built and compiled `DPModel`.
+        batch: a `Batch`, or a tuple (x, y) or (x, y, sample_weight).
+        queries: tuple of `Query`.
+        plan: which engine serves which layer, by default the one found by walking the model.
+        loss_scale: factor on the loss that keeps float16 gradients from vanishing; undone before
+            the norm is taken.
+
+    Returns:
+        `ClippedSums`.
+
+    Guarantee: for each query the sum of two batches that differ in one row's presence differ by at
+    most its `clip_norm` in the geometry of the query, up to float32 rounding, whatever the row
+    holds (NaN and infinities included).
+    """
+    batch = Batch(*tf.nest.map_structure(_tensor, tuple(batch)))
+    plan = plan or book_keeping.plan(model)
+    losses, y_pred, factors = per_example_gradients(model, batch, plan, loss_scale)
+    valid = tf.ones(tf.shape(losses), tf.bool) if batch.mask is None else batch.mask
+    sums, non_finite = [], 0
+    for query in queries:
+        scales = query.scale or [None] * len(factors)
+        squared_norm = sum(
+            (f.squared_norm(s) for f, s in zip(factors, scales, strict=True) if f is not None),
+            start=tf.zeros(tf.shape(losses)),
+        )
+        finite = tf.math.is_finite(squared_norm) & tf.math.is_finite(losses)
+        weights = tf.where(finite & valid, clip_factor(tf.sqrt(squared_norm), query), 0.0)
+        total = [
+            tf.zeros(variable.shape) if f is None else f.keep(finite).weighted_sum(weights)
+            for f, variable in zip(factors, model.trainable_variables, strict=True)
+        ]
+        if query.scale is not None:
+            total = [t * s for t, s in zip(total, scales, strict=True)]
+        sums.append(total)
+        non_finite = tf.reduce_sum(tf.cast(valid & ~finite, tf.int64))
+    return ClippedSums(sums, losses, y_pred, non_finite)
+
+
+def clip_factor(norm, query):
+    """The number ≤ C/‖v‖ that an example with this norm is multiplied with."""
+    if query.normalize:
+        return query.clip_norm / (norm + query.gamma)
+    return tf.minimum(1.0, query.clip_norm / norm)
+
+
+def per_example_gradients(model, batch, plan, loss_scale=1.0):
+    """The per-example gradients of every trainable variable, as factors.
+
+    Returns:
+        (losses (B,), outputs of the model, one Factor or None per trainable variable); None where
+        the loss does not depend on the variable.
+    """
+    with tf.GradientTape() as tape, recording(plan, batch.rows) as calls:
+        y_pred = model(batch.x, training=True)
+        losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
+        counted = losses if batch.mask is None else tf.where(batch.mask, losses, 0.0)
+        objective = tf.reduce_sum(counted) * loss_scale
+    deltas = tape.gradient(objective, [call.source for call in calls])
+    return losses, y_pred, _factors(model, batch, calls, deltas, loss_scale)
+
+
+def _tensor(value):
+    return None if value is None else tf.convert_to_tensor(value)
+
+
+def _factors(model, batch, calls, deltas, loss_scale):
+    uses = {id(variable): [] for variable in model.trainable_variables}
+    for call, delta in zip(calls, deltas, strict=True):
+        if delta is None:
+            continue
+        if delta.shape[0] != batch.rows:
+            raise ValueError(
+                f"A tensor of shape {call.output.shape} was recorded where each of the "
+                f"{batch.rows} examples should have one row."
+            )
+        for variable, factor in call.factors(tf.cast(delta, tf.float32) / loss_scale):
+            if id(variable) in uses:  # frozen variables have no gradient
+                uses[id(variable)].append(factor)
+    return [
+        functools.reduce(lambda a, b: a.join(b), uses[id(v)]) if uses[id(v)] else None
+        for v in model.trainable_variables
+    ]

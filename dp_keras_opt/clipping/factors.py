@@ -1,0 +1,173 @@
+"""Per-example gradients of one variable, in factored form.
+
+Book-keeping never writes down the (rows, *shape) tensor of per-example gradients. It keeps what the
+backward pass already has and answers two questions from it: the squared norm of each example's
+gradient, and a weighted sum over the examples. In shapes below, B is the number of rows.
+"""
+
+import abc
+import math
+
+import tensorflow as tf
+
+#: Largest temporary of a norm computation, in float32 numbers (128 MB).
+BLOCK = 2**25
+
+
+class Factor(abc.ABC):
+    """Per-example gradients of one variable; float32 throughout."""
+
+    @abc.abstractmethod
+    def squared_norm(self, scale=None):
+        """‖scale ⊙ gradient_b‖² for each example b, shape (B,); `scale` has the variable's shape."""
+
+    @abc.abstractmethod
+    def weighted_sum(self, weights):
+        """Σ_b weights_b · gradient_b, in the variable's shape."""
+
+    @abc.abstractmethod
+    def keep(self, rows):
+        """The same gradients with those of examples where the boolean `rows` (B,) is False zeroed.
+
+        Multiplying a NaN by a weight of zero would leave a NaN.
+        """
+
+    @abc.abstractmethod
+    def materialize(self):
+        """The per-example gradients themselves, (B, *shape)."""
+
+    @abc.abstractmethod
+    def join(self, other):
+        """The sum of the gradients of two uses of the same variable, as one factor."""
+
+
+class Materialized(Factor):
+    """The gradients themselves: for biases, and for layers without a rule.
+
+    Args:
+        gradients: (B, *shape).
+    """
+
+    def __init__(self, gradients):
+        self.gradients = tf.cast(gradients, tf.float32)
+
+    def squared_norm(self, scale=None):
+        scaled = self.gradients if scale is None else self.gradients * scale
+        return tf.reduce_sum(tf.square(scaled), axis=range(1, scaled.shape.rank))
+
+    def weighted_sum(self, weights):
+        return tf.tensordot(weights, self.gradients, 1)
+
+    def keep(self, rows):
+        return Materialized(_keep(self.gradients, rows))
+
+    def materialize(self):
+        return self.gradients
+
+    def join(self, other):
+        return Materialized(self.gradients + other.materialize())
+
+
+class Outer(Factor):
+    """Gradients that are sums of outer products, Σ_t inputs_t ⊗ deltas_t: dense layers, convolutions.
+
+    Args:
+        inputs: (B, T, I), what the kernel was multiplied with; T positions or uses.
+        deltas: (B, T, O), the gradient of the loss in the products.
+        shape: shape of the variable, with I·O entries in this order.
+    """
+
+    def __init__(self, inputs, deltas, shape):
+        self.inputs = tf.cast(inputs, tf.float32)
+        self.deltas = tf.cast(deltas, tf.float32)
+        self.shape = shape
+
+    def squared_norm(self, scale=None):
+        if scale is not None:
+            scale = tf.reshape(scale, (self.inputs.shape[-1], self.deltas.shape[-1]))
+        if self.inputs.shape[1] == 1:  # ‖a bᵀ‖² = ‖a‖² ‖b‖², and Σ_jk S_jk² a_j² b_k²
+            a, b = tf.square(self.inputs[:, 0]), tf.square(self.deltas[:, 0])
+            if scale is None:
+                return tf.reduce_sum(a, axis=1) * tf.reduce_sum(b, axis=1)
+            return tf.reduce_sum((a @ tf.square(scale)) * b, axis=1)
+        # Otherwise block by block of the rows of the kernel. (The Gram form, Σ_ts (a_t·a_s)(b_t·b_s),
+        # loses half of the digits where the terms cancel, and a norm that comes out too small
+        # would break the bound.)
+        width = max(1, BLOCK // (self.deltas.shape[-1] * (self.inputs.shape[0] or 256)))
+        total = 0.0
+        for start in range(0, self.inputs.shape[-1], width):
+            block = slice(start, start + width)
+            gradients = tf.matmul(self.inputs[..., block], self.deltas, transpose_a=True)
+            if scale is not None:
+                gradients *= scale[block]
+            total += tf.reduce_sum(tf.square(gradients), axis=(1, 2))
+        return total
+
+    def weighted_sum(self, weights):
+        inputs = tf.reshape(self.inputs, (-1, self.inputs.shape[-1]))
+        deltas = tf.reshape(self.deltas * weights[:, None, None], (-1, self.deltas.shape[-1]))
+        return tf.reshape(tf.matmul(inputs, deltas, transpose_a=True), self.shape)
+
+    def keep(self, rows):
+        return Outer(_keep(self.inputs, rows), _keep(self.deltas, rows), self.shape)
+
+    def materialize(self):
+        gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
+        return tf.reshape(gradients, (-1, *self.shape))
+
+    def join(self, other):
+        if not isinstance(other, Outer):
+            return Materialized(self.materialize()).join(other)
+        inputs = tf.concat([self.inputs, other.inputs], axis=1)
+        return Outer(inputs, tf.concat([self.deltas, other.deltas], axis=1), self.shape)
+
+
+class Rows(Factor):
+    """Gradients that touch few rows of a table: embeddings.
+
+    Args:
+        ids: (B, T) integers, the rows that were looked up.
+        deltas: (B, T, D), the gradient of the loss in what was looked up.
+        shape: (V, D), shape of the table.
+    """
+
+    def __init__(self, ids, deltas, shape):
+        self.ids = ids
+        self.deltas = tf.cast(deltas, tf.float32)
+        self.shape = shape
+
+    def squared_norm(self, scale=None):
+        deltas, repeats = self.deltas, 1.0
+        if self.ids.shape[1] != 1:  # an id that occurs n times has n equal sums, each counted 1/n
+            same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
+            deltas, repeats = tf.matmul(same, deltas), tf.reduce_sum(same, axis=2)
+        if scale is not None:
+            deltas *= tf.gather(scale, self.ids)
+        return tf.reduce_sum(tf.reduce_sum(tf.square(deltas), axis=2) / repeats, axis=1)
+
+    def weighted_sum(self, weights):
+        deltas = tf.reshape(self.deltas * weights[:, None, None], (-1, self.shape[1]))
+        return tf.math.unsorted_segment_sum(deltas, tf.reshape(self.ids, (-1,)), self.shape[0])
+
+    def keep(self, rows):
+        return Rows(self.ids, _keep(self.deltas, rows), self.shape)
+
+    def materialize(self):
+        return tf.matmul(tf.one_hot(self.ids, self.shape[0]), self.deltas, transpose_a=True)
+
+    def join(self, other):
+        if not isinstance(other, Rows):
+            return Materialized(self.materialize()).join(other)
+        ids = tf.concat([self.ids, tf.cast(other.ids, self.ids.dtype)], axis=1)
+        return Rows(ids, tf.concat([self.deltas, other.deltas], axis=1), self.shape)
+
+
+def flatten_positions(tensor):
+    """(B, ..., C) as (B, T, C), with T = 1 for (B, C)."""
+    positions = math.prod(tensor.shape[1:-1]) if None not in tensor.shape[1:-1] else -1
+    rows = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
+    return tf.reshape(tensor, (rows, positions, tensor.shape[-1]))
+
+
+def _keep(tensor, rows):
+    return tf.where(tf.reshape(rows, (-1,) + (1,) * (tensor.shape.rank - 1)), tensor, 0.0)

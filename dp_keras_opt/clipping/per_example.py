@@ -1,0 +1,96 @@
+"""The general engine: a layer run one example at a time, vectorised, each with its own weights.
+
+Every example gets its own copy of the layer's variables, so that the one backward pass gives the
+gradient of each copy: the per-example gradients. It serves any layer, also the whole model, and
+since an example sees nothing of the others, the layer cannot mix them. It costs memory in
+proportion to rows × variables of the layer; `max_rows` bounds it and the training step then takes
+the batch in chunks.
+"""
+
+import math
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+#: Memory for per-example copies of variables, in bytes.
+MEMORY = 2**28
+
+#: Layers that run their sublayers in a loop: nothing inside can be recorded on its own.
+LOOPS = (keras.layers.RNN, keras.layers.Wrapper)
+
+
+def children(layer):
+    """The direct sublayers of a layer or model."""
+    return layer._flatten_layers(include_self=False, recursive=False)
+
+
+def owns_variables(layer):
+    """Whether trainable variables belong to this layer itself and not to a sublayer of it."""
+    below = {id(v) for child in children(layer) for v in child.trainable_variables}
+    return any(id(v) not in below for v in layer.trainable_variables)
+
+
+def is_unit(layer):
+    """Whether a layer without a rule is run as a whole, and not sublayer by sublayer."""
+    return isinstance(layer, LOOPS) or owns_variables(layer)
+
+
+def max_rows(layers):
+    """How many rows fit in `MEMORY` when each has copies of the variables of `layers`."""
+    numbers = sum(math.prod(v.shape) for layer in layers for v in layer.trainable_variables)
+    return None if not numbers else max(1, MEMORY // (4 * numbers))
+
+
+def call(layer, forward, rows, args, kwargs):
+    """Runs `forward`, the layer's own `call`, on each example of the batch alone.
+
+    Args:
+        layer: the layer.
+        forward: its unpatched `call`.
+        rows: number of rows of the batch, None if it is not static.
+        args, kwargs: the arguments of the call; tensors with `rows` rows are split.
+
+    Returns:
+        (outputs of the layer for the batch, list of (variable, its copies (rows, *shape))).
+    """
+    variables = list(layer.trainable_variables)
+    flat = tree.flatten((args, kwargs))
+    batched = [i for i, leaf in enumerate(flat) if _has_rows(leaf, rows)]
+    if not batched:
+        raise ValueError(
+            f"Layer '{layer.name}' was called without any tensor that has one row per example, so "
+            "its per-example gradients are not defined. Pass the batch through the layer."
+        )
+    count = tf.shape(flat[batched[0]])[0] if rows is None else rows
+    copies = [tf.repeat(tf.convert_to_tensor(v)[None], count, axis=0) for v in variables]
+    structure = []
+
+    def one_example(slices):
+        leaves = list(flat)
+        for i, leaf in zip(batched, slices["leaves"], strict=True):
+            leaves[i] = leaf[None]
+        one_args, one_kwargs = tree.pack_sequence_as((args, kwargs), leaves)
+        with keras.StatelessScope(state_mapping=list(zip(variables, slices["copies"], strict=True))):
+            outputs = forward(*one_args, **one_kwargs)
+        structure[:] = [outputs]
+        return [tf.squeeze(leaf, 0) for leaf in tree.flatten(outputs) if leaf is not None]
+
+    slices = {"leaves": [flat[i] for i in batched], "copies": copies}
+    outputs = iter(tf.vectorized_map(one_example, slices))
+    _advance_seeds(layer)
+    packed = tree.map_structure(lambda leaf: None if leaf is None else next(outputs), structure[0])
+    return packed, list(zip(variables, copies, strict=True))
+
+
+def _has_rows(leaf, rows):
+    if not tf.is_tensor(leaf) or leaf.shape.rank in (None, 0):
+        return False
+    return leaf.shape[0] == rows
+
+
+def _advance_seeds(layer):
+    # What the vectorised call assigns stays in its scope; the next step must draw another mask.
+    for part in layer._flatten_layers():
+        for generator in getattr(part, "_seed_generators", ()):
+            generator.next()

@@ -1,0 +1,32 @@
+"""What an optimizer asks of the data, fixed before the data is touched."""
+
+import math
+from typing import Any, NamedTuple
+
+
+class Query(NamedTuple):
+    """One clipped sum over the batch: geometry, bound and which rows.
+
+    Attributes:
+        scale: the diagonal geometry s > 0, one tensor per trainable variable; None for 1. Each
+            example contributes s ⊙ gradient, clipped.
+        clip_norm: the bound C on each example's contribution, a number or a scalar tensor.
+        norm: the norm that is bounded: "l2".
+        style: "flat", one norm over all variables together.
+        normalize: False for clip(v) = v·min(1, C/‖v‖); True for "automatic clipping",
+            v·C/(‖v‖ + γ) (Bu et al. 2023). Both bound the norm by C.
+        gamma: the γ of automatic clipping.
+        rows: "private", the rows that the privacy guarantee covers.
+    """
+
+    scale: Any = None
+    clip_norm: Any = 1.0
+    norm: str = "l2"
+    style: str = "flat"
+    normalize: bool = False
+    gamma: float = 0.01
+    rows: str = "private"
+
+
+#: The plain sum of gradients; what the self-check compares with `tape.gradient`.
+UNCLIPPED = Query(clip_norm=math.inf)

@@ -1,0 +1,536 @@
+"""The private training step, and the wrapper around it that keeps the books."""
+
+import inspect
+import math
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+from keras.src.models.functional import Functional
+from keras.src.models.model import functional_init_arguments
+
+from dp_keras_opt import clipping, noise
+from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.clipping import Batch, per_example
+from dp_keras_opt.data import Batches, Rows
+from dp_keras_opt.losses import per_example_losses, update_metrics
+from dp_keras_opt.optimizers import PrivateOptimizer
+
+#: Factor on a float16 loss: a power of two, undone before the norm is taken.
+FLOAT16_LOSS_SCALE = 2.0**10
+
+
+class PrivacyBudgetError(RuntimeError):
+    """A step was asked for that the privacy budget does not allow."""
+
+
+class DPModel(keras.Model):
+    """A Keras model whose training step is differentially private.
+
+    Used like `keras.Model`: `DPModel(inputs, outputs)` for a functional model, or as the base of a
+    subclass with `call`. `make_private` wraps a model that exists.
+
+    `compile` takes an optimizer of `dp_keras_opt.optimizers` and any Keras loss; the loss is taken
+    per example itself, whatever its reduction: over sequences and images, the mean over the
+    positions of an example. `sample_weight` multiplies an example's loss before clipping.
+
+    Each training step clips every example's gradient, adds noise once per logical batch, and
+    divides by the optimizer's expected `batch_size`. Before each step the wrapper around the train
+    function checks sampling, schedule and budget, and enters the step in `ledger`.
+
+    What is guaranteed: the weights (and all that is computed from them) are differentially private
+    at the ε that `ledger.epsilon(delta)` says, if batches are sampled as `sampling` states.
+
+    What is not: training metrics, the loss shown during training and y_pred are computed from raw
+    data; they are for the owner of the data and must not be published.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        # Keras would make DPModel itself functional, by rewriting its bases, for all time.
+        if cls is DPModel and functional_init_arguments(args, kwargs):
+            return DPFunctional.__new__(DPFunctional, *args, **kwargs)
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, *args, **kwargs):
+        if functional_init_arguments(args, kwargs) and not isinstance(self, Functional):
+            raise TypeError(
+                f"{type(self).__name__} subclasses DPModel and passes inputs and outputs to it. "
+                "Build the functional model with dp_keras_opt.DPModel(inputs, outputs), or define "
+                "`call` in the subclass."
+            )
+        super().__init__(*args, **kwargs)
+        # Plain attributes past Keras's tracking: none of them is a weight.
+        for name, value in {
+            "ledger": Ledger(),
+            "budget": None,
+            "_sampling": None,
+            "_plans": {},
+            "physical_batch_size": None,
+            "_block": None,
+            "_fitting": False,
+            "_non_finite": None,
+        }.items():
+            object.__setattr__(self, name, value)
+
+    # Compiling.
+
+    def compile(self, optimizer, loss=None, *, physical_batch_size=None, **kwargs):
+        """Configures the model for private training.
+
+        Args:
+            optimizer: an optimizer of `dp_keras_opt.optimizers`.
+            loss: any Keras loss: a string, an object, a function, or a structure of them.
+            physical_batch_size: how many rows are processed at once; larger batches are taken in
+                chunks of it that share one noise draw. None takes the batch as it comes.
+            **kwargs: those of `keras.Model.compile`.
+
+        Raises:
+            ValueError: the optimizer is not private, or the model is known to mix examples.
+            TypeError: the model overrides the training step or the loss.
+        """
+        for method in ("train_step", "compute_loss", "make_train_function"):
+            if getattr(type(self), method) is not getattr(DPModel, method):
+                raise TypeError(
+                    f"{type(self).__name__} overrides `{method}`, so that its training would not "
+                    "be private. Express the objective as a per-example loss in compile(loss=...)."
+                )
+        if not isinstance(optimizer, PrivateOptimizer):
+            raise ValueError(
+                "DPModel.compile needs an optimizer of dp_keras_opt.optimizers, received "
+                f"{optimizer!r}. Wrap a Keras optimizer: DPOptimizer(optimizer, clip_norm=..., "
+                "noise_multiplier=..., batch_size=...)."
+            )
+        if physical_batch_size is not None and (
+            isinstance(physical_batch_size, bool)
+            or not isinstance(physical_batch_size, int | np.integer)
+            or physical_batch_size < 1
+        ):
+            raise ValueError(
+                f"physical_batch_size must be a positive integer, received {physical_batch_size!r}."
+            )
+        if kwargs.pop("auto_scale_loss", False):
+            raise ValueError(
+                "auto_scale_loss=True skips steps depending on raw gradients. Leave it out: a "
+                "float16 loss is scaled by a constant, undone before the norm is taken."
+            )
+        clipping.validate(self)
+        super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
+        object.__setattr__(self, "physical_batch_size", physical_batch_size)
+        self._plans.clear()
+        self.ledger.close()
+
+    def get_compile_config(self):
+        config = super().get_compile_config()
+        return config and config | {"physical_batch_size": self.physical_batch_size}
+
+    def compile_from_config(self, config):
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    # Sampling and data.
+
+    @property
+    def sampling(self):
+        """How batches are sampled: set by `fit`, and to be set before `train_on_batch`."""
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling):
+        if not isinstance(sampling, Sampling):
+            raise ValueError(
+                f"sampling must be a dp_keras_opt.accounting.Sampling, received {sampling!r}."
+            )
+        if sampling.batch_size != self.optimizer.batch_size:
+            raise ValueError(
+                f"The data is sampled with an expected batch size of {sampling.batch_size}, the "
+                f"optimizer divides by batch_size={self.optimizer.batch_size}. They must be equal."
+            )
+        accounted = self.optimizer.calibrated_for
+        if accounted is not None and accounted != sampling:
+            raise ValueError(
+                f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
+                "Calibrate for this sampling, or set noise_multiplier yourself."
+            )
+        object.__setattr__(self, "_sampling", sampling)
+        self.ledger.close()
+
+    def fit(self, *args, **kwargs):
+        """Trains the model privately; takes the arguments of `keras.Model.fit`.
+
+        `x` is a `dp_keras_opt.data.Batches` (from `poisson_batches` or `assume_sampling`), or
+        arrays, which count as shuffled: no amplification by sampling is claimed for them.
+
+        Raises:
+            ValueError: the data declares no sampling, or one that does not match the optimizer.
+        """
+        bound = inspect.signature(super().fit).bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        self._assert_compile_called("fit")
+        if isinstance(call["x"], Batches):
+            batches = call["x"]
+            self.sampling = batches.sampling
+            call["x"], call["shuffle"] = batches.dataset, False
+            call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
+            object.__setattr__(self, "_block", batches.physical_batch_size)
+        else:
+            self.sampling = _sampling_of_arrays(call, self.optimizer)
+            object.__setattr__(self, "_block", None)
+        call["callbacks"] = _reports_first(call["callbacks"])
+        object.__setattr__(self, "_fitting", True)
+        try:
+            return super().fit(*bound.args, **bound.kwargs)
+        finally:
+            object.__setattr__(self, "_fitting", False)
+            self._report_non_finite()
+
+    def train_on_batch(self, x, y=None, sample_weight=None, class_weight=None, return_dict=False):
+        """One private step on a batch that was sampled as `model.sampling` says.
+
+        Raises:
+            PrivacyBudgetError: the step would exceed the budget.
+            ValueError: `model.sampling` is not set.
+        """
+        self._assert_compile_called("train_on_batch")
+        object.__setattr__(self, "_block", None)
+        return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+
+    # The wrapper around the train function.
+
+    def make_train_function(self, force=False):
+        """Wraps Keras's train function: check, reserve in the ledger, run, settle.
+
+        Nothing inside the graph can refuse: assertions vanish under XLA.
+        """
+        if self.train_function is not None and not force:
+            return
+        super().make_train_function(force=True)
+        run = self.train_function
+
+        def train_function(iterator):
+            steps = self.steps_per_execution
+            self._enter(steps)
+            try:
+                logs = run(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                self._settle(steps)
+                raise
+            if steps > 1:  # the data may have ended in between
+                self._settle(steps)
+            else:
+                self.ledger.settle(1, 1)
+            if self._fitting and not self._affordable(steps):
+                self.stop_training = True
+            return logs
+
+        self.train_function = train_function
+
+    def _enter(self, steps):
+        """Checks that these steps may run, and reserves them in the ledger."""
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            raise ValueError(
+                "Private training on several replicas is not supported: the noise would be added "
+                "once per replica. Train on one device."
+            )
+        if self.ledger.current is None:
+            if self._sampling is None:
+                raise ValueError(
+                    "How batches are sampled is not known, so no ε can be stated. Set "
+                    "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
+                )
+            self.ledger.begin(
+                self.optimizer.releases,
+                self._sampling,
+                schedule=self.optimizer.noise_schedule,
+                clip_norm=self.optimizer.clip_norm,
+                first_step=int(self.optimizer.iterations.numpy()),
+            )
+        if not self._affordable(steps):
+            if not self._fitting:
+                raise PrivacyBudgetError(
+                    f"{steps} more training steps would exceed the privacy budget {self.budget}."
+                )
+            warnings.warn(
+                f"The privacy budget {self.budget} allows no further step: training stops.",
+                stacklevel=3,
+            )
+            self.stop_training = True
+            raise StopIteration
+        self.ledger.reserve(steps)
+
+    def _affordable(self, steps):
+        return self.budget is None or self.budget.affords(self.ledger, steps)
+
+    def _settle(self, reserved):
+        """Gives back the reserved steps that did not run, as the optimizer's counter proves."""
+        segment = self.ledger.current
+        before = segment.first_step + segment.steps - reserved
+        executed = int(self.optimizer.iterations.numpy()) - before
+        if 0 <= executed <= reserved:
+            self.ledger.settle(reserved, executed)
+
+    # The step.
+
+    def train_step(self, data):
+        """One logical batch: clip each example, sum, add noise, update (docs: concepts)."""
+        batch = _as_batch(data)
+        plan = self._plan(batch)
+        optimizer, variables = self.optimizer, self.trainable_variables
+        if not optimizer.built:
+            optimizer.build(variables)
+        optimizer.prepare(variables)
+        queries = optimizer.queries()
+        sums = self._sums(batch, queries, plan)
+        released = noise.release(
+            optimizer.releases,
+            queries,
+            sums,
+            batch_size=optimizer.batch_size,
+            alpha=optimizer.noise_schedule.alpha(optimizer.iterations),
+            step=optimizer.iterations,
+            source=optimizer.noise_source,
+        )
+        optimizer.update(released)
+        return self.get_metrics_result()
+
+    def _plan(self, batch):
+        """The engines for batches of this form, checked once, before the first step."""
+        leaves = tree.flatten((batch.x, batch.y, batch.sample_weight))
+        trainable = tuple(id(v) for v in self.trainable_variables)
+        form = (trainable, *((t.dtype, tuple(t.shape[1:])) for t in leaves if t is not None))
+        if form not in self._plans:
+            with tf.init_scope():
+                self._plans[form] = clipping.checked_plan(self, batch)
+                if self._non_finite is None:
+                    object.__setattr__(self, "_non_finite", tf.Variable(0, dtype=tf.int64))
+        return self._plans[form]
+
+    def _sums(self, batch, queries, plan):
+        """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
+        limits = (self.physical_batch_size or self._block, per_example.max_rows(plan.general))
+        size = min((limit for limit in limits if limit is not None), default=None)
+        if size is None or (batch.rows is not None and batch.rows <= size):
+            return self._chunk_sums(batch, queries, plan)
+        chunks, count = _chunks(batch, size)
+        first = self._chunk_sums(chunks(0), queries, plan)
+
+        def add_next(index, sums):
+            more = self._chunk_sums(chunks(index), queries, plan)
+            return index + 1, tf.nest.map_structure(tf.add, sums, more)
+
+        return tf.while_loop(lambda index, _: index < count, add_next, (1, first))[1]
+
+    def _chunk_sums(self, batch, queries, plan):
+        scale = FLOAT16_LOSS_SCALE if self.compute_dtype == "float16" else 1.0
+        result = clipping.clipped_sums(self, batch, queries, plan, scale)
+        self._non_finite.assign_add(result.non_finite)
+        self._update_metrics(batch, result)
+        return result.sums
+
+    # Losses and metrics.
+
+    def per_example_losses(self, y, y_pred, sample_weight=None):
+        """The loss of each example, (B,), without regularisers."""
+        if self._compile_loss is None:
+            raise ValueError("No loss to compute. Pass `loss` to compile().")
+        return per_example_losses(self._compile_loss, y, y_pred, sample_weight)[0]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        """Keras's loss over a batch, for evaluation; training takes it per example."""
+        if isinstance(sample_weight, Rows):
+            sample_weight = sample_weight.sample_weight
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        """Updates the compiled metrics; rows of padding count in none of them."""
+        mask = None
+        if isinstance(sample_weight, Rows):
+            sample_weight, mask = sample_weight.sample_weight, sample_weight.mask
+        if self._compile_metrics is not None:
+            update_metrics(self._compile_metrics, y, y_pred, sample_weight, mask)
+        return self.get_metrics_result()
+
+    def _update_metrics(self, batch, result):
+        mask = None if batch.mask is None else tf.cast(batch.mask, tf.float32)
+        regularization = sum(tf.reduce_sum(v.regularizer(v)) for v in self.trainable_variables
+                             if v.regularizer is not None)  # fmt: skip
+        self._loss_tracker.update_state(result.losses + regularization, sample_weight=mask)
+        if self._compile_loss.metrics:
+            _, parts = per_example_losses(
+                self._compile_loss, batch.y, result.y_pred, batch.sample_weight
+            )
+            for metric, part in zip(self._compile_loss.metrics, parts, strict=True):
+                metric.update_state(part, sample_weight=mask)
+        self.compute_metrics(
+            batch.x, batch.y, result.y_pred, Rows(batch.mask, batch.sample_weight)
+        )
+
+    @property
+    def non_finite_examples(self):
+        """How many examples contributed zero because their gradient was NaN or infinite.
+
+        This count depends on the data without noise: it is for the owner of the data, and is in no
+        log or saved file.
+        """
+        return 0 if self._non_finite is None else int(self._non_finite.numpy())
+
+    def _report_non_finite(self):
+        if self._non_finite is not None and self.non_finite_examples:
+            warnings.warn(
+                f"{self.non_finite_examples} examples had a NaN or infinite loss or gradient and "
+                "contributed zero. This count is private: do not publish it.",
+                stacklevel=3,
+            )
+            self._non_finite.assign(0)
+
+    # Saving and loading: what was spent goes with the weights.
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if self.ledger.steps:
+            store["privacy_ledger"] = np.frombuffer(self.ledger.to_json().encode(), np.uint8)
+
+    def load_own_variables(self, store):
+        own = {key: store[key] for key in store.keys() if key != "privacy_ledger"}
+        if "privacy_ledger" in store.keys():
+            text = np.array(store["privacy_ledger"], np.uint8).tobytes().decode()
+            self.ledger.merge(Ledger.from_json(text))
+        super().load_own_variables(own)
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class DPFunctional(DPModel, Functional):
+    """What `DPModel(inputs, outputs)` makes: a functional model with the private training step."""
+
+    def __init__(self, *args, **kwargs):  # by these names Keras knows a functional constructor
+        super().__init__(*args, **kwargs)
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class PrivateWrapper(DPModel):
+    """What `make_private` makes of a subclassed or unbuilt model: it calls the model.
+
+    Args:
+        model: the model that is trained.
+        **kwargs: those of `keras.Model`.
+    """
+
+    def __init__(self, model, **kwargs):
+        super().__init__(**kwargs)
+        self.model = model
+
+    def call(self, inputs, training=None):
+        return self.model(inputs, training=training)
+
+    def get_config(self):
+        return super().get_config() | {"model": keras.saving.serialize_keras_object(self.model)}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config | {"model": keras.saving.deserialize_keras_object(config["model"])})
+
+
+def make_private(model):
+    """The private counterpart of a Keras model, sharing its layers and weights.
+
+    Args:
+        model: a functional, Sequential or subclassed `keras.Model`.
+
+    Returns:
+        A `DPModel`, to be compiled with an optimizer of `dp_keras_opt.optimizers`.
+
+    Raises:
+        TypeError: the model overrides `train_step` or `compute_loss`, whose code would see raw
+            gradients or mix examples.
+    """
+    if isinstance(model, DPModel):
+        return model
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"make_private needs a keras.Model, received {model!r}.")
+    for method in ("train_step", "compute_loss"):
+        if getattr(type(model), method) is not getattr(keras.Model, method):
+            raise TypeError(
+                f"{type(model).__name__} overrides `{method}`, which cannot be made private. "
+                "Express the objective as a per-example loss in compile(loss=...)."
+            )
+    if isinstance(model, keras.Sequential) and model.built:
+        return DPModel(model.inputs, model.outputs, name=model.name)
+    if isinstance(model, Functional) and type(model).call is Functional.call:
+        return DPModel(model.input, model.output, name=model.name)
+    return PrivateWrapper(model, name=model.name)
+
+
+def _as_batch(data):
+    """The (x, y[, sample_weight or Rows]) that Keras hands to `train_step`, as a `Batch`."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+    mask = None
+    if isinstance(weight, Rows):
+        weight, mask = weight.sample_weight, tf.cast(weight.mask, tf.bool)
+    x, y, weight = tree.map_structure(
+        lambda t: None if t is None else tf.convert_to_tensor(t), (x, y, weight)
+    )
+    return Batch(x, y, weight, mask)
+
+
+def _chunks(batch, size):
+    """Cuts a batch into blocks of `size` rows, the last one padded.
+
+    Returns:
+        (function of an index that gives that block as a `Batch`, number of blocks).
+    """
+    total = batch.rows or tf.shape(tree.flatten(batch.x)[0])[0]
+    count = -(-total // size)
+    mask = tf.ones((total,), tf.bool) if batch.mask is None else batch.mask
+    padded = tree.map_structure(
+        lambda t: None
+        if t is None
+        else tf.pad(t, [(0, count * size - total)] + [(0, 0)] * (t.shape.rank - 1)),
+        tuple(batch._replace(mask=mask)),
+    )
+
+    def chunk(index):
+        def block(t):
+            return tf.ensure_shape(t[index * size : (index + 1) * size], (size, *t.shape[1:]))
+
+        return Batch(*tree.map_structure(lambda t: None if t is None else block(t), padded))
+
+    return chunk, count
+
+
+def _sampling_of_arrays(call, optimizer):
+    """The sampling of arrays given to `fit`: epochs over a shuffled data set."""
+    leaves = tree.flatten(call["x"])
+    arrays = not isinstance(call["x"], tf.data.Dataset) and all(
+        hasattr(leaf, "shape") and hasattr(leaf, "__len__") for leaf in leaves
+    )
+    if call["x"] is None or not arrays:
+        raise ValueError(
+            f"The data ({type(call['x']).__name__}) does not say how its batches are sampled, so "
+            "no ε can be stated. Use dp_keras_opt.data.poisson_batches, or state what you did: "
+            "dp_keras_opt.data.assume_sampling(data, dp_keras_opt.accounting.Sampling...)."
+        )
+    if call["steps_per_epoch"] is not None:
+        raise ValueError(
+            "steps_per_epoch with arrays would use an example twice in what is accounted as one "
+            "epoch. Leave it out, or use dp_keras_opt.data.poisson_batches."
+        )
+    call["batch_size"] = call["batch_size"] or optimizer.batch_size
+    num_examples = math.floor(leaves[0].shape[0] * (1 - call["validation_split"]))
+    accounted = optimizer.calibrated_for
+    sampling = Sampling.shuffled(num_examples, call["batch_size"])
+    same = accounted is not None and (accounted.kind, accounted.num_examples) == (
+        sampling.kind,
+        sampling.num_examples,
+    )
+    return accounted if same else sampling
+
+
+def _reports_first(callbacks):
+    """Callbacks that write into `logs` before those that read them."""
+    if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    return sorted(callbacks, key=lambda callback: not getattr(callback, "writes_logs", False))

@@ -1,0 +1,42 @@
+"""Where randomness comes from: the operating system, unless a user asks for a seed."""
+
+import secrets
+import warnings
+
+import numpy as np
+import tensorflow as tf
+
+
+class NoiseSource:
+    """A stream of random numbers that is never saved and never repeats.
+
+    The whole state of the Philox generator, key and counter (192 bits), is drawn from the
+    operating system. It lives in a plain Python object, so that neither Keras nor
+    `tf.train.Checkpoint` saves it: a restored run continues with noise that was never used.
+
+    Args:
+        seed: None, or an integer for a reproducible stream. Whoever knows the seed can subtract
+            the noise; a warning says so.
+    """
+
+    def __init__(self, seed=None):
+        if seed is None:
+            state = np.frombuffer(secrets.token_bytes(24), dtype=np.int64)
+        else:
+            warnings.warn(
+                "A noise seed was given: whoever knows it can subtract the noise, so this run "
+                "gives no privacy guarantee. Leave seed=None outside of tests.",
+                stacklevel=2,
+            )
+            state = np.random.SeedSequence(seed).generate_state(3, np.uint64).view(np.int64)
+        with tf.init_scope():
+            self._generator = tf.random.Generator.from_state(state, alg="philox")
+
+    def normal(self, shape):
+        """Fresh standard normals of the given static shape, float32."""
+        return self._generator.normal(shape)
+
+
+def numpy_generator(seed=None):
+    """A NumPy generator for sampling batches, from OS entropy unless `seed` is given."""
+    return np.random.Generator(np.random.PCG64(secrets.randbits(256) if seed is None else seed))

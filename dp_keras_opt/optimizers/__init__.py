@@ -1,0 +1,32 @@
+"""Step 4 of the pipeline: optimizers, one rule a file."""
+
+import keras
+
+from dp_keras_opt.optimizers.adam import DPAdam
+from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.sgd import DPSGD
+from dp_keras_opt.optimizers.wrapper import DPOptimizer
+
+__all__ = ["DPAdam", "DPOptimizer", "DPSGD", "PrivateOptimizer", "get"]
+
+
+def get(identifier, **kwargs):
+    """Resolves the name of a private optimizer, its configuration, or an optimizer object.
+
+    Args:
+        identifier: such as "DPAdam" (any case), a serialised optimizer, or an optimizer.
+        **kwargs: the constructor's arguments, where `identifier` is a name.
+
+    Raises:
+        ValueError: no private optimizer is meant.
+    """
+    if isinstance(identifier, str):
+        known = {name.lower(): cls for name, cls in globals().items() if name.startswith("DP")}
+        if identifier.lower() not in known:
+            raise ValueError(f"optimizer {identifier!r} is not known; use one of {sorted(known)}.")
+        return known[identifier.lower()](**kwargs)
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if not isinstance(identifier, PrivateOptimizer):
+        raise ValueError(f"{identifier!r} is not a private optimizer of dp_keras_opt.optimizers.")
+    return identifier

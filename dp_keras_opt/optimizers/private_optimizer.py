@@ -1,0 +1,263 @@
+"""What makes a Keras optimizer private: a mixin that all optimizers of this library share."""
+
+import math
+import numbers
+
+import keras
+import tensorflow as tf
+
+from dp_keras_opt import noise
+from dp_keras_opt.clipping.query import Query
+from dp_keras_opt.noise.entropy import NoiseSource
+from dp_keras_opt.noise.mechanism import Release
+
+#: Keras arguments that would mean something else under clipping and noise, and what to use.
+_REFUSED = {
+    "clipnorm": "it would clip the batch gradient, which bounds no single example; use clip_norm",
+    "global_clipnorm": "it would clip the batch gradient, which bounds no single example; use "
+    "clip_norm",
+    "clipvalue": "it would clip the batch gradient, which bounds no single example; use clip_norm",
+    "loss_scale_factor": "the model scales a float16 loss itself and undoes it before the norm; "
+    "leave it out",
+    "gradient_accumulation_steps": "it would add noise to each micro-batch; use "
+    "model.compile(..., physical_batch_size=...)",
+}
+
+
+class _FrozenAtBuild:
+    """A parameter that the noise depends on: a traced graph would not notice a later change."""
+
+    def __init__(self, check):
+        self.check = check
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        try:
+            return vars(instance)["_" + self.name]
+        except KeyError:  # not None: Keras skips assigning what getattr already gives
+            raise AttributeError(f"{self.name} is not set yet.") from None
+
+    def __set__(self, instance, value):
+        value = self.check(self.name, value)
+        current = vars(instance).get("_" + self.name)
+        if getattr(instance, "built", False) and current is not None:
+            raise ValueError(
+                f"{self.name} is fixed once the optimizer is built, because the compiled training "
+                "step and the privacy ledger depend on it. Make a new optimizer and compile again."
+            )
+        object.__setattr__(instance, "_" + self.name, value)
+
+
+def _number(name, value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+        raise ValueError(f"{name} must be a number, received {value!r}.")
+    return float(value)
+
+
+def _clip_norm(name, value):
+    value = _number(name, value)
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, received {value}.")
+    return value
+
+
+def _noise_multiplier(name, value):
+    if value is None:
+        return None
+    value = _number(name, value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, received {value}.")
+    return value
+
+
+def _batch_size(name, value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(
+            f"{name} must be a positive integer, the expected batch size; received {value!r}."
+        )
+    return int(value)
+
+
+def _one_of(*allowed):
+    def check(name, value):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {list(allowed)}, received {value!r}.")
+        return value
+
+    return check
+
+
+def _bool(name, value):
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, received {value!r}.")
+    return value
+
+
+class PrivateOptimizer:
+    """Mixin over `keras.optimizers.Optimizer`: what is asked of the data, and what comes back.
+
+    A subclass inherits from this first and from a Keras optimizer second. Most write only
+    `update_step`, the Keras way; one that needs another geometry or several statistics overrides
+    `queries`, `releases_for` and `update`.
+
+    Args:
+        clip_norm: C > 0, the bound on the L2 norm of each example's gradient. `math.inf` only
+            together with noise_multiplier=0, which gives no privacy.
+        batch_size: B, the expected batch size; the noisy sum is divided by it. A public constant,
+            never the realised size.
+        noise_multiplier: σ ≥ 0, the noise's standard deviation over C. None until
+            `accounting.calibrate` sets it. 0 trains without privacy, and the ledger says so.
+        noise: a mechanism of `dp_keras_opt.noise`, or its name.
+        noise_schedule: factors α_t on σ fixed in advance; None for constant noise.
+        clipping: "flat", one norm over all variables.
+        normalize: False for clip(g; C) = g·min(1, C/‖g‖); True for g·C/(‖g‖ + 0.01).
+        seed: None, noise from the operating system's entropy. An integer makes the noise
+            reproducible and voids the guarantee.
+        *args, **kwargs: those of the Keras optimizer.
+
+    Raises:
+        ValueError: an argument is out of range, or is one of Keras's that would mean something
+            else here.
+    """
+
+    clip_norm = _FrozenAtBuild(_clip_norm)
+    batch_size = _FrozenAtBuild(_batch_size)
+    noise_multiplier = _FrozenAtBuild(_noise_multiplier)
+    noise = _FrozenAtBuild(lambda name, value: noise.get(value))
+    noise_schedule = _FrozenAtBuild(lambda name, value: noise.schedules.get(value))
+    clipping = _FrozenAtBuild(_one_of("flat"))
+    normalize = _FrozenAtBuild(_bool)
+
+    #: The `Sampling` that `accounting.calibrate` assumed; training on other data is refused.
+    calibrated_for = None
+
+    def __init__(
+        self,
+        *args,
+        clip_norm,
+        batch_size,
+        noise_multiplier=None,
+        noise="gaussian",
+        noise_schedule=None,
+        clipping="flat",
+        normalize=False,
+        seed=None,
+        **kwargs,
+    ):
+        for name, reason in _REFUSED.items():
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(f"{type(self).__name__} does not take {name}: {reason}.")
+        super().__init__(*args, **kwargs)
+        self.clip_norm = clip_norm
+        self.batch_size = batch_size
+        self.noise_multiplier = noise_multiplier
+        self.noise = noise
+        self.noise_schedule = noise_schedule
+        self.clipping = clipping
+        self.normalize = normalize
+        self.seed = seed
+        # A plain object behind Keras's tracking: the state of the noise is never saved.
+        object.__setattr__(self, "noise_source", NoiseSource(seed))
+
+    # What is asked of the data.
+
+    def prepare(self, variables):
+        """Moves the variables to the point where the gradient is taken; here they are there."""
+
+    def queries(self):
+        """The tuple of `Query` of this step, known before the data is touched."""
+        return (Query(clip_norm=self.clip_norm, style=self.clipping, normalize=self.normalize),)
+
+    def releases_for(self, noise_multiplier):
+        """The static tuple of `Release` of every step, at this overall noise multiplier."""
+        return (Release(0, "mean", noise_multiplier, self.noise),)
+
+    @property
+    def releases(self):
+        """What every step publishes: draws the noise and yields the accountant's event.
+
+        Raises:
+            ValueError: the noise multiplier is not set, or the clip norm gives no bound.
+        """
+        if self.noise_multiplier is None:
+            raise ValueError(
+                "noise_multiplier is not set. Pass it, or find it with "
+                "dp_keras_opt.accounting.calibrate(optimizer, sampling, steps, epsilon, delta)."
+            )
+        if math.isinf(self.clip_norm) and (self.noise_multiplier > 0 or self.normalize):
+            raise ValueError(
+                "An infinite clip_norm bounds nothing and allows only noise_multiplier=0 without "
+                "normalize, which trains without privacy."
+            )
+        return self.releases_for(self.noise_multiplier)
+
+    # What is done with the answers: post-processing.
+
+    def update(self, released):
+        """Updates the variables from the privatized statistics.
+
+        Args:
+            released: the list of `noise.Released` that `noise.release` gave for `releases`.
+        """
+        super().apply(self._regularized(released[0].value), self._trainable_variables)
+
+    def _regularized(self, gradients):
+        """Adds the gradients of the variables' regularisers, which do not depend on the data."""
+        variables = [v for v in self._trainable_variables if v.regularizer is not None]
+        if not variables:
+            return gradients
+        with tf.GradientTape() as tape:
+            penalty = tf.add_n([tf.reduce_sum(v.regularizer(v)) for v in variables])
+        extra = tape.gradient(penalty, [v.value for v in variables])
+        extra = {id(v): g for v, g in zip(variables, extra, strict=True) if g is not None}
+        return [
+            g + tf.convert_to_tensor(extra[id(v)]) if id(v) in extra else g
+            for g, v in zip(gradients, self._trainable_variables, strict=True)
+        ]
+
+    def apply(self, grads, trainable_variables=None):
+        """Refused: these would be raw gradients.
+
+        Raises:
+            RuntimeError: always. Only `DPModel` clips and adds noise.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} was given a raw batch gradient, which is neither clipped per "
+            "example nor noised: the training would not be private. Train a "
+            "dp_keras_opt.DPModel, or wrap the model: dp_keras_opt.make_private(model)."
+        )
+
+    # Saving and loading.
+
+    def load_own_variables(self, store):
+        """Restores the optimizer's state.
+
+        Raises:
+            ValueError: the state does not fit. (Keras would warn and restart at step 0.)
+        """
+        if len(store.keys()) != len(self.variables):
+            raise ValueError(
+                f"The saved state has {len(store.keys())} variables and {type(self).__name__} has "
+                f"{len(self.variables)}: it belongs to another optimizer or another model. To "
+                "start afresh, load with compile=False and compile with a new optimizer."
+            )
+        super().load_own_variables(store)
+
+    def get_config(self):
+        config = super().get_config()
+        for name in _REFUSED:
+            config.pop(name, None)
+        return config | {
+            "clip_norm": self.clip_norm,
+            "batch_size": self.batch_size,
+            "noise_multiplier": self.noise_multiplier,
+            "noise": keras.saving.serialize_keras_object(self.noise),
+            "noise_schedule": keras.saving.serialize_keras_object(self.noise_schedule),
+            "clipping": self.clipping,
+            "normalize": self.normalize,
+            "seed": self.seed,
+        }

@@ -1,0 +1,48 @@
+"""DP-SGD: the privatized gradient, with momentum if wanted."""
+
+import keras
+
+from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
+    """Differentially private stochastic gradient descent.
+
+    With g̃ the clipped, noised mean gradient: w ← w − learning_rate · g̃, and with momentum and
+    Nesterov's variant as in `keras.optimizers.SGD`.
+
+    Args:
+        learning_rate: a float, a Keras schedule or a callable. Defaults to 0.01.
+        momentum: in [0, 1]. Defaults to 0.0.
+        nesterov: whether to apply Nesterov momentum. Defaults to False.
+        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
+            see `PrivateOptimizer`.
+        **kwargs: `weight_decay`, `use_ema` and the others of `keras.optimizers.SGD`.
+
+    Guarantee: each step is one release of the clipped gradient sum with noise σ·C. What ε that
+    amounts to depends on how batches are sampled: see `dp_keras_opt.accounting`.
+
+    Reference: Abadi et al., "Deep learning with differential privacy", CCS 2016.
+    """
+
+    def __init__(
+        self,
+        learning_rate=0.01,
+        momentum=0.0,
+        nesterov=False,
+        *,
+        clip_norm,
+        batch_size,
+        noise_multiplier=None,
+        **kwargs,
+    ):
+        super().__init__(
+            learning_rate=learning_rate,
+            momentum=momentum,
+            nesterov=nesterov,
+            clip_norm=clip_norm,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            **kwargs,
+        )

@@ -1,0 +1,81 @@
+"""Any other Keras optimizer made private, by post-processing."""
+
+import keras
+
+from dp_keras_opt.optimizers.private_optimizer import _REFUSED, PrivateOptimizer
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
+    """Gives a Keras optimizer (Lion, Nadam, AdamW, …) privatized gradients instead of raw ones.
+
+    All that the inner optimizer does is post-processing of the privatized gradient, so the
+    guarantee is that of DP-SGD.
+
+    Args:
+        optimizer: a new `keras.optimizers.Optimizer`, or its name or configuration.
+        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
+            see `PrivateOptimizer`.
+
+    Raises:
+        ValueError: `optimizer` is already private or built, scales the loss, or clips or
+            accumulates the batch gradient itself.
+    """
+
+    def __init__(self, optimizer, *, clip_norm, batch_size, name=None, **kwargs):
+        inner = keras.optimizers.get(optimizer)
+        if isinstance(inner, PrivateOptimizer | keras.optimizers.LossScaleOptimizer):
+            raise ValueError(f"{type(inner).__name__} cannot be wrapped; pass a plain optimizer.")
+        if inner.built:
+            raise ValueError("The inner optimizer was used before; pass a new one.")
+        for argument, reason in _REFUSED.items():
+            if getattr(inner, argument, None):
+                raise ValueError(f"The inner optimizer has {argument} set: {reason}.")
+        super().__init__(
+            learning_rate=lambda: inner.learning_rate,
+            clip_norm=clip_norm,
+            batch_size=batch_size,
+            name=name,
+            **kwargs,
+        )
+        self.inner = inner
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self.inner.build(variables)
+
+    @property
+    def variables(self):
+        return super().variables + self.inner.variables
+
+    @property
+    def learning_rate(self):
+        return self.inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate):
+        self.inner.learning_rate = learning_rate
+
+    def update(self, released):
+        self.inner.apply(self._regularized(released[0].value), self._trainable_variables)
+        self._iterations.assign_add(1)
+
+    def finalize_variable_values(self, var_list):
+        self.inner.finalize_variable_values(var_list)
+
+    def get_config(self):
+        config = super().get_config()
+        private = ("name", "clip_norm", "batch_size", "noise_multiplier", "noise",
+                   "noise_schedule", "clipping", "normalize", "seed")  # fmt: skip
+        return {name: config[name] for name in private} | {
+            "optimizer": keras.saving.serialize_keras_object(self.inner)
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        inner = keras.saving.deserialize_keras_object(
+            config["optimizer"], custom_objects=custom_objects
+        )
+        return cls(**(config | {"optimizer": inner}))
