@@ -78,15 +78,27 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
         )
         finite = tf.math.is_finite(squared_norm) & tf.math.is_finite(losses)
         weights = tf.where(finite & valid, clip_factor(tf.sqrt(squared_norm), query), 0.0)
-        total = [
-            tf.zeros(variable.shape) if f is None else f.keep(finite).weighted_sum(weights)
-            for f, variable in zip(factors, model.trainable_variables, strict=True)
-        ]
+        total = _weighted_sums(model, factors, weights, finite)
         if query.scale is not None:
             total = [t * s for t, s in zip(total, scales, strict=True)]
         sums.append(total)
         non_finite = tf.reduce_sum(tf.cast(valid & ~finite, tf.int64))
     return ClippedSums(sums, losses, y_pred, non_finite)
+
+
+def _weighted_sums(model, factors, weights, finite):
+    """Σ_i weights_i · gradient_i for each variable, examples that are not finite left out."""
+
+    def sums(keep):
+        return [
+            tf.zeros(variable.shape) if f is None else keep(f).weighted_sum(weights)
+            for f, variable in zip(factors, model.trainable_variables, strict=True)
+        ]
+
+    # Zeroing rows costs a pass over all that was recorded, and is rarely needed.
+    return tf.cond(
+        tf.reduce_all(finite), lambda: sums(lambda f: f), lambda: sums(lambda f: f.keep(finite))
+    )
 
 
 def clip_factor(norm, query):

@@ -8,6 +8,7 @@ gradient, and a weighted sum over the examples. In shapes below, B is the number
 import abc
 import math
 
+import numpy as np
 import tensorflow as tf
 
 #: Largest temporary of a norm computation, in float32 numbers (128 MB).
@@ -74,16 +75,19 @@ class Outer(Factor):
     Args:
         inputs: (B, T, I), what the kernel was multiplied with; T positions or uses.
         deltas: (B, T, O), the gradient of the loss in the products.
-        shape: shape of the variable, with I·O entries in this order.
+        layout: the I·O entries as axes, in the order of `inputs` and `deltas`.
+        order: permutation of `layout` that gives the variable's axes; None if they are the same.
     """
 
-    def __init__(self, inputs, deltas, shape):
+    def __init__(self, inputs, deltas, layout, order=None):
         self.inputs = tf.cast(inputs, tf.float32)
         self.deltas = tf.cast(deltas, tf.float32)
-        self.shape = shape
+        self.layout = layout
+        self.order = order or tuple(range(len(layout)))
 
     def squared_norm(self, scale=None):
         if scale is not None:
+            scale = tf.transpose(scale, np.argsort(self.order))
             scale = tf.reshape(scale, (self.inputs.shape[-1], self.deltas.shape[-1]))
         if self.inputs.shape[1] == 1:  # ‖a bᵀ‖² = ‖a‖² ‖b‖², and Σ_jk S_jk² a_j² b_k²
             a, b = tf.square(self.inputs[:, 0]), tf.square(self.deltas[:, 0])
@@ -93,33 +97,46 @@ class Outer(Factor):
         # Otherwise block by block of the rows of the kernel. (The Gram form, Σ_ts (a_t·a_s)(b_t·b_s),
         # loses half of the digits where the terms cancel, and a norm that comes out too small
         # would break the bound.)
-        width = max(1, BLOCK // (self.deltas.shape[-1] * (self.inputs.shape[0] or 256)))
         total = 0.0
-        for start in range(0, self.inputs.shape[-1], width):
-            block = slice(start, start + width)
-            gradients = tf.matmul(self.inputs[..., block], self.deltas, transpose_a=True)
+        for start in range(0, self.inputs.shape[-1], self._width):
+            gradients = self._gradients(start)
             if scale is not None:
-                gradients *= scale[block]
-            total += tf.reduce_sum(tf.square(gradients), axis=(1, 2))
+                gradients *= tf.transpose(scale[start : start + self._width])
+            gradients = tf.reshape(gradients, (-1, gradients.shape[1] * gradients.shape[2]))
+            total += tf.reduce_sum(tf.square(gradients), axis=1)
         return total
+
+    @property
+    def _width(self):
+        """How many rows of the kernel make a block."""
+        return max(1, BLOCK // (self.deltas.shape[-1] * (self.inputs.shape[0] or 256)))
+
+    def _gradients(self, start):
+        """One block of the per-example gradients, (B, O, up to `_width` of I)."""
+        inputs = self.inputs[..., start : start + self._width]
+        return tf.matmul(self.deltas, inputs, transpose_a=True)
 
     def weighted_sum(self, weights):
         inputs = tf.reshape(self.inputs, (-1, self.inputs.shape[-1]))
         deltas = tf.reshape(self.deltas * weights[:, None, None], (-1, self.deltas.shape[-1]))
-        return tf.reshape(tf.matmul(inputs, deltas, transpose_a=True), self.shape)
+        total = tf.matmul(inputs, deltas, transpose_a=True)
+        return tf.transpose(tf.reshape(total, self.layout), self.order)
 
     def keep(self, rows):
-        return Outer(_keep(self.inputs, rows), _keep(self.deltas, rows), self.shape)
+        inputs, deltas = _keep(self.inputs, rows), _keep(self.deltas, rows)
+        return Outer(inputs, deltas, self.layout, self.order)
 
     def materialize(self):
         gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
-        return tf.reshape(gradients, (-1, *self.shape))
+        gradients = tf.reshape(gradients, (-1, *self.layout))
+        return tf.transpose(gradients, (0, *(axis + 1 for axis in self.order)))
 
     def join(self, other):
-        if not isinstance(other, Outer):
+        if not isinstance(other, Outer) or (self.layout, self.order) != (other.layout, other.order):
             return Materialized(self.materialize()).join(other)
         inputs = tf.concat([self.inputs, other.inputs], axis=1)
-        return Outer(inputs, tf.concat([self.deltas, other.deltas], axis=1), self.shape)
+        deltas = tf.concat([self.deltas, other.deltas], axis=1)
+        return Outer(inputs, deltas, self.layout, self.order)
 
 
 class Rows(Factor):
