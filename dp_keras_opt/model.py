@@ -143,6 +143,7 @@ class DPModel(keras.Model):
             raise ValueError(
                 f"sampling must be a dp_keras_opt.accounting.Sampling, received {sampling!r}."
             )
+        self._assert_compile_called("sampling")
         if sampling.batch_size != self.optimizer.batch_size:
             raise ValueError(
                 f"The data is sampled with an expected batch size of {sampling.batch_size}, the "
@@ -230,7 +231,7 @@ class DPModel(keras.Model):
 
     def _enter(self, steps):
         """Checks that these steps may run, and reserves them in the ledger."""
-        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        if self.distribute_strategy.num_replicas_in_sync > 1:  # that of the model, not the scope
             raise ValueError(
                 "Private training on several replicas is not supported: the noise would be added "
                 "once per replica. Train on one device."
@@ -241,6 +242,7 @@ class DPModel(keras.Model):
                     "How batches are sampled is not known, so no ε can be stated. Set "
                     "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
                 )
+            self.sampling = self._sampling  # checked again: the model may be compiled anew
             self.ledger.begin(
                 self.optimizer.releases,
                 self._sampling,
@@ -492,8 +494,10 @@ def _chunks(batch, size):
     )
 
     def chunk(index):
-        def block(t):
-            return tf.ensure_shape(t[index * size : (index + 1) * size], (size, *t.shape[1:]))
+        def block(t):  # XLA needs the size of a slice to be static
+            begin = [index * size, *[0] * (t.shape.rank - 1)]
+            part = tf.slice(t, begin, tf.concat([[size], tf.shape(t)[1:]], axis=0))
+            return tf.ensure_shape(part, (size, *t.shape[1:]))
 
         return Batch(*tree.map_structure(lambda t: None if t is None else block(t), padded))
 
@@ -521,9 +525,9 @@ def _sampling_of_arrays(call, optimizer):
     num_examples = math.floor(leaves[0].shape[0] * (1 - call["validation_split"]))
     accounted = optimizer.calibrated_for
     sampling = Sampling.shuffled(num_examples, call["batch_size"])
-    same = accounted is not None and (accounted.kind, accounted.num_examples) == (
-        sampling.kind,
-        sampling.num_examples,
+    same = accounted is not None and all(
+        getattr(accounted, name) == getattr(sampling, name)
+        for name in ("kind", "num_examples", "batch_size")
     )
     return accounted if same else sampling
 

@@ -98,7 +98,11 @@ def check_independence(model, forward, batch, changed):
             value that depends on the data; or a layer adds a loss that depends on the data.
     """
     first, second = _observe(model, forward, batch), _observe(model, forward, changed)
-    rows = len(second.losses)
+    rows = keras.tree.flatten(batch.x)[0].shape[0]
+    if first.losses.shape != (rows,):
+        raise ValueError(
+            MIXING.format(what="The loss", fix="Return one value per example, without the mean.")
+        )
     for (name, before), (_, after) in zip(first.outputs, second.outputs, strict=False):
         same_rows = before.shape == after.shape and before.shape[:1] == (rows,)
         if same_rows and not _equal(before[1:], after[1:]):
@@ -108,7 +112,7 @@ def check_independence(model, forward, batch, changed):
     if not _equal(first.losses[1:], second.losses[1:]):
         raise ValueError(MIXING.format(what="The loss", fix=_FIX))
     for path, before, after in zip(first.paths, first.states, second.states, strict=True):
-        if not _equal(before, after):
+        if not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
             raise ValueError(
                 f"Variable '{path}' is updated from the data during training, without noise, and "
                 "is saved with the model. Remove the layer that does so, or freeze it."
@@ -158,7 +162,7 @@ def _observe(model, forward, batch):
 def _observed(name, call, outputs):
     def observed(*args, **kwargs):
         result = call(*args, **kwargs)
-        for leaf in keras.tree.flatten(result):
+        for leaf in keras.tree.flatten((args, kwargs, result)):
             if hasattr(leaf, "numpy"):
                 outputs.append((name, leaf.numpy()))
         return result
