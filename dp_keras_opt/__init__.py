@@ -4,8 +4,8 @@ import keras as _keras
 
 if _keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"dp_keras_opt needs Keras's TensorFlow backend, but it is '{_keras.backend.backend()}'. Set "
-        "the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
+        f"dp_keras_opt needs Keras's TensorFlow backend, but it is '{_keras.backend.backend()}'. "
+        "Set the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
     )
 
 from dp_keras_opt import accounting, callbacks, clipping, data, noise, optimizers, serving

@@ -29,7 +29,8 @@ def per_example_losses(compiled, y, y_pred, sample_weight=None):
         part._replace(loss=_Unreduced(part.loss)) for part in compiled._flat_losses
     ]
     container._metrics = parts
-    return container(y, y_pred, sample_weight), [part.value for part in parts if part.value is not None]
+    total = container(y, y_pred, sample_weight)
+    return total, [part.value for part in parts if part.value is not None]
 
 
 def update_metrics(compiled, y, y_pred, sample_weight, mask):
@@ -87,8 +88,8 @@ class _Unreduced:
             )
         if mask is not None:  # the mean is over the positions that count
             mask = _broadcast(tf.cast(mask, values.dtype), values)
-            axes = range(1, values.shape.rank)
-            share = tf.reduce_mean(tf.broadcast_to(mask, tf.shape(values)), axis=axes, keepdims=True)
+            mask = tf.broadcast_to(mask, tf.shape(values))
+            share = tf.reduce_mean(mask, axis=range(1, values.shape.rank), keepdims=True)
             values *= tf.math.divide_no_nan(mask, share)
         if sample_weight is not None:
             values *= _broadcast(tf.cast(sample_weight, values.dtype), values)

@@ -139,6 +139,11 @@ class DPModel(keras.Model):
 
     @sampling.setter
     def sampling(self, sampling):
+        self._sample_as(sampling)
+
+    def _sample_as(self, sampling):
+        """Checks and takes a sampling. A method, because assigning an attribute the object that it
+        holds already is skipped (by TensorFlow's tracking), and the ledger would not be closed."""
         if not isinstance(sampling, Sampling):
             raise ValueError(
                 f"sampling must be a dp_keras_opt.accounting.Sampling, received {sampling!r}."
@@ -173,12 +178,12 @@ class DPModel(keras.Model):
         self._assert_compile_called("fit")
         if isinstance(call["x"], Batches):
             batches = call["x"]
-            self.sampling = batches.sampling
+            self._sample_as(batches.sampling)
             call["x"], call["shuffle"] = batches.dataset, False
             call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
             object.__setattr__(self, "_block", batches.physical_batch_size)
         else:
-            self.sampling = _sampling_of_arrays(call, self.optimizer)
+            self._sample_as(_sampling_of_arrays(call, self.optimizer))
             object.__setattr__(self, "_block", None)
         call["callbacks"] = _reports_first(call["callbacks"])
         object.__setattr__(self, "_fitting", True)
@@ -242,7 +247,7 @@ class DPModel(keras.Model):
                     "How batches are sampled is not known, so no ε can be stated. Set "
                     "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
                 )
-            self.sampling = self._sampling  # checked again: the model may be compiled anew
+            self._sample_as(self._sampling)  # checked again: the model may be compiled anew
             self.ledger.begin(
                 self.optimizer.releases,
                 self._sampling,
@@ -366,9 +371,7 @@ class DPModel(keras.Model):
             )
             for metric, part in zip(self._compile_loss.metrics, parts, strict=True):
                 metric.update_state(part, sample_weight=mask)
-        self.compute_metrics(
-            batch.x, batch.y, result.y_pred, Rows(batch.mask, batch.sample_weight)
-        )
+        self.compute_metrics(batch.x, batch.y, result.y_pred, Rows(batch.mask, batch.sample_weight))
 
     @property
     def non_finite_examples(self):
@@ -396,10 +399,10 @@ class DPModel(keras.Model):
             store["privacy_ledger"] = np.frombuffer(self.ledger.to_json().encode(), np.uint8)
 
     def load_own_variables(self, store):
-        own = {key: store[key] for key in store.keys() if key != "privacy_ledger"}
-        if "privacy_ledger" in store.keys():
-            text = np.array(store["privacy_ledger"], np.uint8).tobytes().decode()
-            self.ledger.merge(Ledger.from_json(text))
+        own = {key: np.array(store[key]) for key in list(store.keys())}
+        spent = own.pop("privacy_ledger", None)
+        if spent is not None:
+            self.ledger.merge(Ledger.from_json(spent.astype(np.uint8).tobytes().decode()))
         super().load_own_variables(own)
 
 
@@ -471,10 +474,13 @@ def _as_batch(data):
     mask = None
     if isinstance(weight, Rows):
         weight, mask = weight.sample_weight, tf.cast(weight.mask, tf.bool)
-    x, y, weight = tree.map_structure(
-        lambda t: None if t is None else tf.convert_to_tensor(t), (x, y, weight)
-    )
+    x, y, weight = _map(tf.convert_to_tensor, (x, y, weight))
     return Batch(x, y, weight, mask)
+
+
+def _map(function, structure):
+    """`function` of every leaf of a structure that is not None."""
+    return tree.map_structure(lambda t: None if t is None else function(t), structure)
 
 
 def _chunks(batch, size):
@@ -486,20 +492,19 @@ def _chunks(batch, size):
     total = batch.rows or tf.shape(tree.flatten(batch.x)[0])[0]
     count = -(-total // size)
     mask = tf.ones((total,), tf.bool) if batch.mask is None else batch.mask
-    padded = tree.map_structure(
-        lambda t: None
-        if t is None
-        else tf.pad(t, [(0, count * size - total)] + [(0, 0)] * (t.shape.rank - 1)),
-        tuple(batch._replace(mask=mask)),
-    )
+
+    def pad(tensor):
+        return tf.pad(tensor, [(0, count * size - total)] + [(0, 0)] * (tensor.shape.rank - 1))
+
+    padded = _map(pad, tuple(batch._replace(mask=mask)))
 
     def chunk(index):
-        def block(t):  # XLA needs the size of a slice to be static
-            begin = [index * size, *[0] * (t.shape.rank - 1)]
-            part = tf.slice(t, begin, tf.concat([[size], tf.shape(t)[1:]], axis=0))
-            return tf.ensure_shape(part, (size, *t.shape[1:]))
+        def block(tensor):  # XLA needs the size of a slice to be static
+            begin = [index * size, *[0] * (tensor.shape.rank - 1)]
+            part = tf.slice(tensor, begin, tf.concat([[size], tf.shape(tensor)[1:]], axis=0))
+            return tf.ensure_shape(part, (size, *tensor.shape[1:]))
 
-        return Batch(*tree.map_structure(lambda t: None if t is None else block(t), padded))
+        return Batch(*_map(block, padded))
 
     return chunk, count
 

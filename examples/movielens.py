@@ -2,7 +2,7 @@
 
     python examples/movielens.py                    # DP-Adam and DP-SGD at ε = 3
     python examples/movielens.py --epsilon 8
-    python examples/movielens.py --full             # 50 epochs of batches of 64, as in the DP² paper
+    python examples/movielens.py --full             # 50 epochs of batches of 64
     python examples/movielens.py --data u.data      # your own copy of the ratings
 
 The unit of privacy is one rating. A user has 106 ratings on average, so what a user's whole history

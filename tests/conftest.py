@@ -53,7 +53,8 @@ def clip_and_sum(gradients, clip_norm, scale=None, normalize=False, gamma=0.01):
         if scale is not None:
             example = [g * s for g, s in zip(example, scale, strict=True)]
         norm = np.sqrt(sum((g**2).sum() for g in example))
-        factor = clip_norm / (norm + gamma) if normalize else min(1.0, clip_norm / max(norm, 1e-300))
+        clipped = min(1.0, clip_norm / max(norm, 1e-300))
+        factor = clip_norm / (norm + gamma) if normalize else clipped
         total = [t + factor * g for t, g in zip(total, example, strict=True)]
     return total
 
@@ -62,4 +63,6 @@ def assert_close(actual, expected, rtol=1e-4):
     """Agreement relative to the largest entry of all; the entries of the smallest may be noise."""
     largest = max(np.abs(np.asarray(e)).max(initial=0.0) for e in expected)
     for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float64), e, rtol=rtol, atol=rtol * largest / 10)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), e, rtol=rtol, atol=rtol * largest / 10
+        )

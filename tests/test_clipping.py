@@ -96,25 +96,29 @@ def conv2d_dilated_without_bias():
 def grouped_convolution():  # no rule: served by the general engine
     inputs = keras.Input((6, 6, 4))
     hidden = layers.Conv2D(4, 3, groups=2, activation="tanh")(inputs)
-    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(hidden))), _features(6, 6, 4), _features(2)
+    outputs = layers.Dense(2)(layers.Flatten()(hidden))
+    return keras.Model(inputs, outputs), _features(6, 6, 4), _features(2)
 
 
 def layer_norm_and_attention():
     inputs = keras.Input((4, 6))
     attended = layers.MultiHeadAttention(2, 3)(inputs, inputs)
     normed = layers.LayerNormalization()(attended + inputs)
-    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(normed))), _features(4, 6), _features(2)
+    outputs = layers.Dense(2)(layers.Flatten()(normed))
+    return keras.Model(inputs, outputs), _features(4, 6), _features(2)
 
 
 def lstm():
     inputs = keras.Input((4, 3))
-    return keras.Model(inputs, layers.Dense(2)(layers.LSTM(5)(inputs))), _features(4, 3), _features(2)
+    outputs = layers.Dense(2)(layers.LSTM(5)(inputs))
+    return keras.Model(inputs, outputs), _features(4, 3), _features(2)
 
 
 def time_distributed():
     inputs = keras.Input((4, 3))
     hidden = layers.TimeDistributed(layers.Dense(3, activation="tanh"))(inputs)
-    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(hidden))), _features(4, 3), _features(2)
+    outputs = layers.Dense(2)(layers.Flatten()(hidden))
+    return keras.Model(inputs, outputs), _features(4, 3), _features(2)
 
 
 def two_inputs():
@@ -255,7 +259,8 @@ def test_zero_sample_weight_contributes_exactly_zero():
     weight = np.array([1, 0, 2, 0, 1], "float32")
     result = clipped_sums(model, (x, y, weight), (Query(clip_norm=0.1),)).sums[0]
     keep = weight > 0
-    expected = clipped_sums(model, (x[keep], y[keep], weight[keep]), (Query(clip_norm=0.1),)).sums[0]
+    kept = (x[keep], y[keep], weight[keep])
+    expected = clipped_sums(model, kept, (Query(clip_norm=0.1),)).sums[0]
     assert_close(result, expected, rtol=1e-6)
 
 

@@ -1,5 +1,7 @@
 """Epsilon of what was released, by dp_accounting's accountants."""
 
+import contextlib
+import logging
 import numbers
 import warnings
 
@@ -80,17 +82,18 @@ def compose(segments, delta, accountant="rdp"):
     _check_name(accountant)
     _check_composable(segments)
     accountants = {}
-    for segment in segments:
-        relation = _relation(segment.sampling)
-        if relation not in accountants:
-            accountants[relation] = make_accountant(accountant, segment.sampling)
-        try:
-            accountants[relation].compose(segment.event())
-        except dp_accounting.UnsupportedEventError as error:
-            raise ValueError(
-                f"accountant={accountant!r} cannot price this noise with "
-                f"{segment.sampling.kind!r} sampling: {error}"
-            ) from error
+    with _quiet():
+        for segment in segments:
+            relation = _relation(segment.sampling)
+            if relation not in accountants:
+                accountants[relation] = make_accountant(accountant, segment.sampling)
+            try:
+                accountants[relation].compose(segment.event())
+            except dp_accounting.UnsupportedEventError as error:
+                raise ValueError(
+                    f"accountant={accountant!r} cannot price this noise with "
+                    f"{segment.sampling.kind!r} sampling: {error}"
+                ) from error
     # Subsets of fixed size need an accountant of their own in dp_accounting: beside another
     # sampling, the two guarantees are added, each at its share of delta.
     share = delta / max(len(accountants), 1)
@@ -100,6 +103,25 @@ def compose(segments, delta, accountant="rdp"):
 def _check_name(name):
     if not isinstance(name, str) or name not in _ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {list(_ACCOUNTANTS)}; received {name!r}.")
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Drops the log line for each Rényi order that does not converge.
+
+    dp_accounting leaves such orders out, which can only raise epsilon, and says so at every
+    evaluation; at small noise that is hundreds of lines.
+    """
+
+    def keep(record):
+        return "failed to converge" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _relation(sampling):

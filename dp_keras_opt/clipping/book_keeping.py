@@ -75,7 +75,9 @@ def recording(plan, rows):
         for layer in plan.ruled:
             patches.enter_context(_patched(layer, "call", _recorder(layer, calls)))
         for layer in plan.general:
-            patches.enter_context(_patched(layer, "call", _per_example_recorder(layer, calls, rows)))
+            patches.enter_context(
+                _patched(layer, "call", _per_example_recorder(layer, calls, rows))
+            )
         yield calls
 
 

@@ -20,7 +20,7 @@ class Factor(abc.ABC):
 
     @abc.abstractmethod
     def squared_norm(self, scale=None):
-        """‖scale ⊙ gradient_b‖² for each example b, shape (B,); `scale` has the variable's shape."""
+        """‖scale ⊙ gradient_b‖² for each example b, (B,); `scale` has the variable's shape."""
 
     @abc.abstractmethod
     def weighted_sum(self, weights):
@@ -70,7 +70,7 @@ class Materialized(Factor):
 
 
 class Outer(Factor):
-    """Gradients that are sums of outer products, Σ_t inputs_t ⊗ deltas_t: dense layers, convolutions.
+    """Sums of outer products, Σ_t inputs_t ⊗ deltas_t: dense layers and convolutions.
 
     Args:
         inputs: (B, T, I), what the kernel was multiplied with; T positions or uses.
@@ -94,9 +94,9 @@ class Outer(Factor):
             if scale is None:
                 return tf.reduce_sum(a, axis=1) * tf.reduce_sum(b, axis=1)
             return tf.reduce_sum((a @ tf.square(scale)) * b, axis=1)
-        # Otherwise block by block of the rows of the kernel. (The Gram form, Σ_ts (a_t·a_s)(b_t·b_s),
-        # loses half of the digits where the terms cancel, and a norm that comes out too small
-        # would break the bound.)
+        # Otherwise block by block of the rows of the kernel. (The Gram form,
+        # Σ_ts (a_t·a_s)(b_t·b_s), loses half of the digits where the terms cancel, and a norm
+        # that comes out too small would break the bound.)
         total = 0.0
         for start in range(0, self.inputs.shape[-1], self._width):
             gradients = self._gradients(start)

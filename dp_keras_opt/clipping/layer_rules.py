@@ -1,4 +1,4 @@
-"""One rule per layer: the per-example gradients of its variables, from its input and output gradient.
+"""One rule per layer: the per-example gradients of its variables, from what was recorded.
 
 A rule serves exactly the class that it is registered for (a subclass may compute something else)
 and only the configurations that its `when` admits; every other layer goes to the general engine.

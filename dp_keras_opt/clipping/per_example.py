@@ -71,7 +71,8 @@ def call(layer, forward, rows, args, kwargs):
         for i, leaf in zip(batched, slices["leaves"], strict=True):
             leaves[i] = leaf[None]
         one_args, one_kwargs = tree.pack_sequence_as((args, kwargs), leaves)
-        with keras.StatelessScope(state_mapping=list(zip(variables, slices["copies"], strict=True))):
+        own_weights = list(zip(variables, slices["copies"], strict=True))
+        with keras.StatelessScope(state_mapping=own_weights):
             outputs = forward(*one_args, **one_kwargs)
         structure[:] = [outputs]
         return [tf.squeeze(leaf, 0) for leaf in tree.flatten(outputs) if leaf is not None]

@@ -3,6 +3,7 @@
 Nothing here looks at the training data: what the check decides would otherwise depend on it.
 """
 
+import concurrent.futures
 import warnings
 
 import numpy as np
@@ -60,6 +61,13 @@ def checked_plan(model, batch):
 
 def _wrong_variables(model, batch, plan):
     """Paths of the variables whose per-example gradients differ from those of `tape.gradient`."""
+    # In a thread of its own: while a training step is traced, `tf.init_scope` pauses the gradient
+    # tapes of this one, all gradients would be None, and any plan would look right.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(_compare, model, batch, plan).result()
+
+
+def _compare(model, batch, plan):
     variables = model.trainable_variables
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     tolerance = 0.1 if half else 1e-3
@@ -70,16 +78,19 @@ def _wrong_variables(model, batch, plan):
         if plan.general == (model,):
             raise ValueError(f"The model cannot be run one example at a time: {error}") from error
         return [str(error)]
-    wrong = []
+    wrong, any_gradient = [], False
     for row in np.eye(ROWS, dtype=np.float32):
         expected = tape.gradient(losses, [v.value for v in variables], output_gradients=row)
         for variable, factor, reference in zip(variables, factors, expected, strict=True):
+            any_gradient |= reference is not None
             zeros = np.zeros(variable.shape, np.float32)
             reference = zeros if reference is None else np.array(tf.convert_to_tensor(reference))
             result = zeros if factor is None else np.array(factor.weighted_sum(row))
             error = np.abs(result - reference).max(initial=0.0)
             if not error <= tolerance * np.abs(reference).max(initial=0.0) + 1e-6:
                 wrong.append(variable.path)
+    if variables and not any_gradient:
+        raise ValueError("The loss depends on no trainable variable: there is nothing to train.")
     return list(dict.fromkeys(wrong))
 
 
@@ -102,9 +113,6 @@ def _synthetic_batches(batch, generator):
             changed[0] = generator.uniform(0.1, 1.0, shape[1:])
         return tf.constant(values), tf.constant(changed)
 
-    pairs = [synthetic(tensor) for tensor in tf.nest.flatten((batch.x, batch.y, batch.sample_weight))]
     structure = (batch.x, batch.y, batch.sample_weight)
-    return tuple(
-        Batch(*tf.nest.pack_sequence_as(structure, [p[i] for p in pairs]))
-        for i in (0, 1)
-    )
+    pairs = [synthetic(tensor) for tensor in tf.nest.flatten(structure)]
+    return tuple(Batch(*tf.nest.pack_sequence_as(structure, [p[i] for p in pairs])) for i in (0, 1))
