@@ -28,6 +28,7 @@ class Rows(NamedTuple):
 
     mask: Any  # float32 [rows], 1 for an example and 0 for padding
     sample_weight: Any = None  # None, or the user's weights: float32 [rows], or a structure of it
+    public: Any = None  # None, or float32 [rows]: 1 / their number for rows declared public, else 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,6 +165,66 @@ def poisson_batches(
     )
     sampling = Sampling.poisson(n, batch_size, adjacency=adjacency, unit=unit)
     return Batches(dataset, sampling, physical_batch_size, steps_per_epoch)
+
+
+def with_public(private, public, public_batch_size=None):
+    """Adds rows of public data to each private batch, for optimizers that use them.
+
+    Args:
+        private: `Batches`, e.g. of `poisson_batches`.
+        public: `(x, y)` of arrays shaped like the private examples; data that needs no protection.
+        public_batch_size: number of public rows in each batch, drawn without replacement. Default:
+            all of them.
+
+    Returns:
+        `Batches` whose elements end in the public rows. These are neither clipped nor noised nor
+        accounted, have weight 1, and count in no metric.
+
+    Guarantee: none about the public data; every privacy statement says that it was used. Declare
+    only data public that is: a user who asks nothing of it, or data that anyone may have.
+
+    Raises:
+        ValueError: the structures or shapes do not match those of the private data.
+    """
+    if not isinstance(private, Batches) or not isinstance(private.dataset, tf.data.Dataset):
+        raise ValueError(
+            "private must be Batches of a tf.data.Dataset, such as poisson_batches gives; received "
+            f"{private!r}."
+        )
+    x, y, _ = _tensors(public, max_bytes=2**40)
+    count = len(keras.tree.flatten(x)[0])
+    size = count if public_batch_size is None else public_batch_size
+    size = _integer("public_batch_size", size, at_most=count)
+    spec = private.dataset.element_spec
+    for ours, theirs in zip(
+        keras.tree.flatten(spec[:2]), keras.tree.flatten((x, y)), strict=True
+    ):
+        if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
+            raise ValueError(
+                f"Public data of shape {tuple(theirs.shape[1:])} and dtype {theirs.dtype.name} "
+                f"stand beside private data of shape {tuple(ours.shape[1:])} and dtype "
+                f"{ours.dtype.name}. Give both the same form."
+            )
+
+    def join(x_private, y_private, rows=None):
+        chosen = tf.range(count) if size == count else tf.random.shuffle(tf.range(count))[:size]
+        mine = keras.tree.map_structure(lambda t: tf.gather(t, chosen), (x, y))
+        number = tf.shape(keras.tree.flatten(x_private)[0])[0]
+        if not isinstance(rows, Rows):
+            rows = Rows(tf.ones((number,)), rows)
+
+        def append(private_part, public_part):
+            return tf.concat([private_part, public_part], axis=0)
+
+        joined = keras.tree.map_structure(append, (x_private, y_private), mine)
+        weight = keras.tree.map_structure(
+            lambda w: None if w is None else append(w, tf.ones((size,), w.dtype)),
+            rows.sample_weight,
+        )
+        share = append(tf.zeros((number,)), tf.fill((size,), 1.0 / size))
+        return (*joined, Rows(append(rows.mask, tf.zeros((size,))), weight, share))
+
+    return dataclasses.replace(private, dataset=private.dataset.map(join))
 
 
 def assume_sampling(data, sampling):

@@ -29,8 +29,10 @@ def step_event(releases, adjacency, alpha=1.0):
     """
     if not releases:
         raise ValueError("releases is empty: a step that releases nothing cannot be accounted.")
-    sensitivity = 2.0 if adjacency == "replace_one" else 1.0  # in clip norms
-    multipliers = [release.multiplier * alpha / sensitivity for release in releases]
+    releases = [release for release in releases if release.statistic != "public_mean"]
+    multipliers = [
+        release.multiplier * alpha / _sensitivity(release, adjacency) for release in releases
+    ]
     if not all(multiplier >= 0 for multiplier in multipliers):
         raise ValueError(
             f"Noise multipliers must be numbers >= 0; received "
@@ -44,6 +46,19 @@ def step_event(releases, adjacency, alpha=1.0):
             for release, multiplier in zip(releases, multipliers, strict=True)
         ]
     )
+
+
+def _sensitivity(release, adjacency):
+    """By how many times what its noise is scaled for a neighbouring batch moves a release."""
+    if release.joint is None:
+        return 2.0 if adjacency == "replace_one" else 1.0
+    if release.joint.adjacency != adjacency:
+        raise ValueError(
+            f"The noise on the squared gradient is scaled for adjacency="
+            f"{release.joint.adjacency!r}, but the steps are accounted under {adjacency!r}. Give "
+            f"the second moment adjacency={adjacency!r}."
+        )
+    return 1.0  # the joint sensitivity is that of the adjacency already
 
 
 def segment_event(releases, sampling, alphas, steps=None, max_distinct=MAX_DISTINCT):

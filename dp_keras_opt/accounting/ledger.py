@@ -66,6 +66,7 @@ class Segment:
                     "statistic": release.statistic,
                     "multiplier": float(release.multiplier),
                     "mechanism": keras.saving.serialize_keras_object(release.mechanism),
+                    "joint": release.joint and dataclasses.asdict(release.joint),
                 }
                 for release in self.releases
             ],
@@ -80,7 +81,13 @@ class Segment:
     def from_config(cls, config):
         """The segment that `to_config` described."""
         releases = tuple(
-            noise.Release(**{**release, "mechanism": noise.get(release["mechanism"])})
+            noise.Release(
+                **{
+                    **release,
+                    "mechanism": noise.get(release["mechanism"]),
+                    "joint": release["joint"] and noise.JointMoments(**release["joint"]),
+                }
+            )
             for release in config["releases"]
         )
         return cls(

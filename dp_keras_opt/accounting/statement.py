@@ -58,6 +58,7 @@ def statement(ledger, delta, accountant="rdp", group_size=1):
         "Privacy statement",
         _guarantee(segments, epsilon, delta),
         f"Neighbouring data sets: {neighbours} ({sampling.adjacency}).",
+        *_public(segments),
         "Protected: every intermediate model, the final one, and all that is computed from them.",
         *(_training(segment, place, segments) for place, segment in enumerate(segments, 1)),
         f"Accounting: {_ACCOUNTANTS[accountant]}, "
@@ -88,7 +89,7 @@ def _guarantee(segments, epsilon, delta):
             f"{release.statistic} of query {release.query} without noise (multiplier 0)."
             for segment in segments
             for release in segment.releases
-            if release.multiplier == 0
+            if release.multiplier == 0 and release.statistic != "public_mean"
         )
     heuristic = " (HEURISTIC, not proven: see the sampling below)"
     return (
@@ -104,6 +105,7 @@ def _training(segment, place, segments):
         f"{type(release.mechanism).__name__} noise on the {release.statistic} with noise "
         f"multiplier sigma = {release.multiplier:.6g}"
         for release in segment.releases
+        if release.statistic != "public_mean"
     )
     alphas = segment.schedule.alphas(segment.first_step, min(segment.steps, 10**6))
     if alphas.min() != alphas.max():
@@ -114,6 +116,15 @@ def _training(segment, place, segments):
         f"B = {sampling.batch_size}, n = {sampling.num_examples} {sampling.unit}s. "
         f"{sampling.describe()}"
     )
+
+
+def _public(segments):
+    """What was declared public, if anything."""
+    if any(r.statistic == "public_mean" for segment in segments for r in segment.releases):
+        yield (
+            "Public data: the training also used rows that were declared public. They are not "
+            "protected, neither clipped nor noised, and nothing is claimed about them."
+        )
 
 
 def _group(unit, epsilon, delta, size):

@@ -16,12 +16,15 @@ class Batch(NamedTuple):
         x, y: inputs and targets, any structure of tensors with one row per example.
         sample_weight: None, or weights that multiply each example's loss before clipping.
         mask: None, or a boolean (B,): False for padding, which contributes exactly zero.
+        public: None, or float32 (B,): for rows declared public, one over their number in the
+            logical batch; 0 for the rows that the guarantee covers.
     """
 
     x: Any
     y: Any
     sample_weight: Any = None
     mask: Any = None
+    public: Any = None
 
     @property
     def rows(self):
@@ -69,6 +72,7 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
     plan = plan or book_keeping.plan(model)
     losses, y_pred, factors = per_example_gradients(model, batch, plan, loss_scale)
     valid = tf.ones(tf.shape(losses), tf.bool) if batch.mask is None else batch.mask
+    private = valid if batch.public is None else valid & (batch.public == 0)
     sums, non_finite = [], 0
     for query in queries:
         scales = query.scale or [None] * len(factors)
@@ -77,12 +81,15 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
             start=tf.zeros(tf.shape(losses)),
         )
         finite = tf.math.is_finite(squared_norm) & tf.math.is_finite(losses)
-        weights = tf.where(finite & valid, clip_factor(tf.sqrt(squared_norm), query), 0.0)
+        if query.rows == "public":
+            weights = tf.where(finite, batch.public, 0.0)
+        else:
+            weights = tf.where(finite & private, clip_factor(tf.sqrt(squared_norm), query), 0.0)
+            non_finite = tf.reduce_sum(tf.cast(private & ~finite, tf.int64))
         total = _weighted_sums(model, factors, weights, finite)
         if query.scale is not None:
             total = [t * s for t, s in zip(total, scales, strict=True)]
         sums.append(total)
-        non_finite = tf.reduce_sum(tf.cast(valid & ~finite, tf.int64))
     return ClippedSums(sums, losses, y_pred, non_finite)
 
 

@@ -16,7 +16,8 @@ class Query(NamedTuple):
         normalize: False for clip(v) = v·min(1, C/‖v‖); True for "automatic clipping",
             v·C/(‖v‖ + γ) (Bu et al. 2023). Both bound the norm by C.
         gamma: the γ of automatic clipping.
-        rows: "private", the rows that the privacy guarantee covers.
+        rows: "private", the rows that the privacy guarantee covers; "public", the others: their
+            mean, neither clipped nor noised.
     """
 
     scale: Any = None

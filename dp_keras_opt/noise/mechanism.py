@@ -2,8 +2,10 @@
 
 import abc
 import dataclasses
+import math
 
 import keras
+import numpy as np
 
 
 class Mechanism(abc.ABC):
@@ -48,21 +50,59 @@ class Mechanism(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
+class JointMoments:
+    """How the mean gradient g and its square are released together, as (g, √λ·g²).
+
+    Attributes:
+        weight: λ.
+        max_batch_size: N, a bound on the number of rows of a batch.
+        enforced: whether g is projected onto the ball of radius (N − ½)·C/B, so that the bound
+            holds for batches of any size.
+        adjacency: the neighbouring relation that the sensitivity is for.
+    """
+
+    weight: float
+    max_batch_size: int
+    enforced: bool
+    adjacency: str
+
+    def sensitivity(self, clip_norm, batch_size):
+        """S, the joint L2 sensitivity of (g, √λ·g²) (spec: adaptive.md, joint moments).
+
+        With g and g' the means of neighbouring batches: ‖g² − g'²‖ ≤ ‖g − g'‖·‖g + g'‖.
+        """
+        c, n, weight = clip_norm / batch_size, self.max_batch_size, self.weight
+        if self.adjacency != "replace_one":
+            return c * math.sqrt(1 + weight * ((2 * n - 1) * c) ** 2)
+        if self.enforced:
+            return 2 * c * math.sqrt(1 + weight * ((2 * n - 1) * c) ** 2)
+        # One example moves by r ≤ 2C: ‖g − g'‖ = r/B and ‖g + g'‖ ≤ (2(N−1)C + √(4C²−r²))/B.
+        r = np.linspace(0.0, 2 * c, 100_001)
+        total = 2 * (n - 1) * c + np.sqrt(np.maximum(4 * c**2 - r**2, 0))
+        largest = np.max(r**2 * (1 + weight * total**2))
+        return math.sqrt(largest) * (1 + 1e-6)  # the grid misses the maximum by less
+
+
+@dataclasses.dataclass(frozen=True)
 class Release:
     """One noisy answer that every step publishes; both the noise and its event follow from it.
 
     Attributes:
         query: index into `optimizer.queries()` of the query that is answered.
-        statistic: "mean", the sum of the clipped gradients over the expected batch size.
+        statistic: "mean", the sum of the clipped gradients over the expected batch size;
+            "mean_and_square", the mean and its square together; "public_mean", the mean over public
+            rows, which is neither noised nor accounted.
         multiplier: noise multiplier σ, the noise's scale over the query's clip norm. 0 releases
             the statistic without noise: the ledger then says ε = ∞.
         mechanism: the `Mechanism` that the noise is drawn from.
+        joint: how mean and square are weighted, for "mean_and_square".
     """
 
     query: int
     statistic: str
     multiplier: float
     mechanism: Mechanism
+    joint: JointMoments | None = None
 
 
 def get(identifier):

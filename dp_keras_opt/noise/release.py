@@ -11,10 +11,12 @@ class Released(NamedTuple):
     Attributes:
         value: one float32 tensor per trainable variable, in the geometry of the query.
         noise_std: std of the noise in each coordinate of `value`, a scalar.
+        square: for the statistic "mean_and_square", the noisy squares of the mean; else None.
     """
 
     value: list
     noise_std: Any
+    square: list | None = None
 
 
 def release(releases, queries, sums, *, batch_size, alpha, step, source):
@@ -37,6 +39,12 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
     answers = []
     for part in releases:
         query, total = queries[part.query], sums[part.query]
+        if part.statistic == "mean_and_square":
+            answers.append(_mean_and_square(part, query, total, batch_size, alpha, step, source))
+            continue
+        if part.statistic == "public_mean":  # the engine has divided by the number of public rows
+            answers.append(Released(list(total), 0.0))
+            continue
         if part.multiplier == 0:  # without noise, also where the clip norm is infinite: 0·∞ = 0
             answers.append(Released([value / batch_size for value in total], 0.0))
             continue
@@ -49,3 +57,25 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
             )
         )
     return answers
+
+
+def _mean_and_square(part, query, total, batch_size, alpha, step, source):
+    """(g, g²) as one release of joint sensitivity S: noise σS on g, σS/√λ on g²."""
+    joint = part.joint
+    mean = [value / batch_size for value in total]
+    if joint.enforced:  # bounds ‖g‖ for batches of any size
+        radius = (joint.max_batch_size - 0.5) * query.clip_norm / batch_size
+        norm = tf.linalg.global_norm(mean)
+        mean = [g * tf.minimum(1.0, tf.math.divide_no_nan(radius, norm)) for g in mean]
+    square = [tf.square(g) for g in mean]
+    if part.multiplier == 0:
+        return Released(mean, 0.0, square)
+    scale = part.multiplier * alpha * joint.sensitivity(query.clip_norm, batch_size)
+    shapes = [g.shape for g in mean]
+    on_mean = part.mechanism.unit_noise(shapes, source)
+    on_square = part.mechanism.unit_noise(shapes, source)
+    return Released(
+        [g + scale * z for g, z in zip(mean, on_mean, strict=True)],
+        tf.cast(scale * part.mechanism.std(step), tf.float32),
+        [s + scale / joint.weight**0.5 * z for s, z in zip(square, on_square, strict=True)],
+    )

@@ -2,12 +2,26 @@
 
 import keras
 
+from dp_keras_opt.optimizers import moments
+from dp_keras_opt.optimizers.adagrad import DPAdagrad
 from dp_keras_opt.optimizers.adam import DPAdam
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 from dp_keras_opt.optimizers.sgd import DPSGD
 from dp_keras_opt.optimizers.wrapper import DPOptimizer
+from dp_keras_opt.optimizers.yogi import DPYogi
 
-__all__ = ["DPAdam", "DPOptimizer", "DPSGD", "PrivateOptimizer", "get"]
+__all__ = [
+    "DPAdagrad",
+    "DPAdam",
+    "DPOptimizer",
+    "DPRMSprop",
+    "DPSGD",
+    "DPYogi",
+    "PrivateOptimizer",
+    "get",
+    "moments",
+]
 
 
 def get(identifier, **kwargs):

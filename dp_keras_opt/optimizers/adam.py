@@ -1,18 +1,19 @@
-"""DP-Adam: Adam on privatized gradients."""
+"""DP-Adam: Adam on privatized gradients, its second moment from the source of your choice."""
 
 import keras
 from keras import ops
 
-from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer, debiased
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class DPAdam(PrivateOptimizer, keras.optimizers.Adam):
-    """Differentially private Adam, both moments from the privatized gradient g̃.
+class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
+    """Differentially private Adam.
 
-    m ← β1·m + (1−β1)·g̃, v ← β2·v + (1−β2)·g̃², w ← w − η·m̂/(√v̂ + ε), with m̂ = m/(1−β1^t) and
-    v̂ = v/(1−β2^t). ε stands outside of the bias correction, as in the paper; Keras's own Adam
-    divides it by √(1−β2^t). v̂ estimates the squared gradient plus the variance of the noise.
+    m ← β1·m + (1−β1)·g̃, v ← β2·v + (1−β2)·square, w ← w − η·m̂/root(v̂), with g̃ the privatized
+    gradient, m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t). By default (post-processing) the square is g̃² and
+    the root √v̂ + ε; other values of `second_moment` replace one or both. ε stands outside of the
+    bias correction, as in the paper; Keras's own Adam divides it by √(1−β2^t).
 
     Args:
         learning_rate: a float, a Keras schedule or a callable. Defaults to 0.001.
@@ -21,10 +22,11 @@ class DPAdam(PrivateOptimizer, keras.optimizers.Adam):
         amsgrad: whether to divide by the largest v so far. Defaults to False.
         clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
             see `PrivateOptimizer`.
+        second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
         **kwargs: `weight_decay`, `use_ema` and the others of `keras.optimizers.Adam`.
 
-    Reference: "post-processing", Algorithm 5 of the paper on design principles for private
-    adaptive optimizers; Kingma and Ba, "Adam", ICLR 2015.
+    Reference: Algorithms 5 to 9 of the paper on design principles for private adaptive optimizers;
+    Kingma and Ba, "Adam", ICLR 2015.
     """
 
     def __init__(
@@ -52,20 +54,28 @@ class DPAdam(PrivateOptimizer, keras.optimizers.Adam):
             **kwargs,
         )
 
-    def update_step(self, gradient, variable, learning_rate):
-        index = self._get_variable_index(variable)
-        m, v = self._momentums[index], self._velocities[index]
-        gradient = ops.cast(gradient, variable.dtype)
-        step = ops.cast(self.iterations + 1, variable.dtype)
-        correction_1 = 1 - ops.power(ops.cast(self.beta_1, variable.dtype), step)
-        correction_2 = ops.sqrt(1 - ops.power(ops.cast(self.beta_2, variable.dtype), step))
+    def accumulate(self, v, square):
+        return v + (square - v) * (1 - self.beta_2)
 
+    def corrected(self, v, steps):
+        return debiased(v, self.beta_2, steps)
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = ops.cast(gradient, variable.dtype)
+        root = self._take_in(gradient, variable)
+        m = self._momentums[self._get_variable_index(variable)]
         self.assign_add(m, (gradient - m) * (1 - self.beta_1))
-        self.assign_add(v, (ops.square(gradient) - v) * (1 - self.beta_2))
-        if self.amsgrad:
-            largest = self._velocity_hats[index]
-            self.assign(largest, ops.maximum(largest, v))
-            v = largest
-        # η·m̂/(√v̂ + ε), both corrections on scalars
-        rate = ops.cast(learning_rate, variable.dtype) * correction_2 / correction_1
-        self.assign_sub(variable, rate * m / (ops.sqrt(v) + self.epsilon * correction_2))
+        step = ops.cast(self.iterations + 1, variable.dtype)
+        rate = debiased(ops.cast(learning_rate, variable.dtype), self.beta_1, step)  # of m
+        self.assign_sub(variable, rate * m / root)
+
+    @property
+    def geometry_moments(self):
+        return self._velocity_hats if self.amsgrad else self._velocities
+
+    def dominant(self, index, v):
+        if not self.amsgrad:
+            return v
+        largest = self._velocity_hats[index]
+        self.assign(largest, ops.maximum(largest, v))
+        return ops.convert_to_tensor(largest)

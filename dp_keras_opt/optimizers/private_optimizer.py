@@ -132,6 +132,9 @@ class PrivateOptimizer:
     clipping = _FrozenAtBuild(_one_of("flat"))
     normalize = _FrozenAtBuild(_bool)
 
+    #: Whether the optimizer needs public rows in each batch (`data.with_public`).
+    needs_public = False
+
     #: The `Sampling` that `accounting.calibrate` assumed; training on other data is refused.
     calibrated_for = None
 
@@ -165,12 +168,20 @@ class PrivateOptimizer:
 
     # What is asked of the data.
 
+    def check_sampling(self, sampling):
+        """Refuses a `Sampling` for which this optimizer's sensitivity would not hold; here none."""
+
     def prepare(self, variables):
         """Moves the variables to the point where the gradient is taken; here they are there."""
 
+    def query(self, scale=None, clip_norm=None):
+        """A query with this optimizer's bound and style, in the geometry `scale`."""
+        clip_norm = self.clip_norm if clip_norm is None else clip_norm
+        return Query(scale, clip_norm, style=self.clipping, normalize=self.normalize)
+
     def queries(self):
         """The tuple of `Query` of this step, known before the data is touched."""
-        return (Query(clip_norm=self.clip_norm, style=self.clipping, normalize=self.normalize),)
+        return (self.query(),)
 
     def releases_for(self, noise_multiplier):
         """The static tuple of `Release` of every step, at this overall noise multiplier."""
@@ -203,9 +214,16 @@ class PrivateOptimizer:
         Args:
             released: the list of `noise.Released` that `noise.release` gave for `releases`.
         """
-        super().apply(self._regularized(released[0].value), self._trainable_variables)
+        self._apply(released[0].value)
 
-    def _regularized(self, gradients):
+    def _apply(self, gradients, geometry=None):
+        """Keras's own `apply`, on privatized gradients: weight decay, `update_step`, EMA.
+
+        `geometry` multiplies the regularisers' gradients where it is in `gradients` already.
+        """
+        super().apply(self._regularized(gradients, geometry), self._trainable_variables)
+
+    def _regularized(self, gradients, geometry=None):
         """Adds the gradients of the variables' regularisers, which do not depend on the data."""
         variables = [v for v in self._trainable_variables if v.regularizer is not None]
         if not variables:

@@ -1,0 +1,57 @@
+"""DP-AdaGrad: AdaGrad on privatized gradients."""
+
+import keras
+from keras import ops
+
+from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
+    """Differentially private AdaGrad.
+
+    v ← v + square, w ← w − η·g̃/root(v); by default the square is g̃² and the root √v + ε. (Keras's
+    own divides by √(v + ε), and starts v at 0.1.)
+
+    Args:
+        learning_rate: a float, a Keras schedule or a callable. Defaults to 0.001.
+        initial_accumulator_value: v before the first step. Defaults to 0.0.
+        epsilon: added to the root. Defaults to 1e-7.
+        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
+            see `PrivateOptimizer`.
+        second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
+        **kwargs: `weight_decay`, `use_ema` and the others of `keras.optimizers.Adagrad`.
+    """
+
+    def __init__(
+        self,
+        learning_rate=0.001,
+        initial_accumulator_value=0.0,
+        epsilon=1e-7,
+        *,
+        clip_norm,
+        batch_size,
+        noise_multiplier=None,
+        **kwargs,
+    ):
+        super().__init__(
+            learning_rate=learning_rate,
+            initial_accumulator_value=initial_accumulator_value,
+            epsilon=epsilon,
+            clip_norm=clip_norm,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            **kwargs,
+        )
+
+    @property
+    def second_moments(self):
+        return self._accumulators
+
+    def accumulate(self, v, square):
+        return v + square
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = ops.cast(gradient, variable.dtype)
+        rate = ops.cast(learning_rate, variable.dtype)
+        self.assign_sub(variable, rate * gradient / self._take_in(gradient, variable))

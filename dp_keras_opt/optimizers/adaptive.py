@@ -1,0 +1,102 @@
+"""What DPAdam, DPAdagrad, DPRMSprop and DPYogi share: a rule × a source of the second moment."""
+
+import copy
+
+import keras
+from keras import ops
+
+from dp_keras_opt.optimizers import moments
+from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+
+
+class AdaptiveOptimizer(PrivateOptimizer):
+    """Mixin of the adaptive rules.
+
+    A rule says how v takes in a square (`accumulate`), how v̂ follows from v (`corrected`), and its
+    `update_step`; where the squares come from is the business of `second_moment`.
+
+    Args:
+        second_moment: "post_processing", "bias_corrected", "independent", "scale_then_privatize",
+            "side_information" (with public rows), "noiseless", or an object of
+            `dp_keras_opt.optimizers.moments` (which has the options of each, and `Joint`).
+        *args, **kwargs: those of `PrivateOptimizer`.
+    """
+
+    #: Whether `accumulate` is linear in v and the square.
+    linear = True
+
+    def __init__(self, *args, second_moment="post_processing", **kwargs):
+        super().__init__(*args, **kwargs)
+        # A copy, since it remembers what belongs to this optimizer.
+        source = copy.copy(moments.get(second_moment))
+        object.__setattr__(self, "second_moment", source)
+        self.second_moment.check(self)
+
+    # The rule.
+
+    def accumulate(self, v, square):
+        """The next v; tensors or scalars."""
+        raise TypeError(f"{type(self).__name__} does not define how v accumulates.")
+
+    def corrected(self, v, steps):
+        """v̂ after this many steps; here no correction."""
+        return v
+
+    @property
+    def second_moments(self):
+        """The variables that hold v, one per trainable variable."""
+        return self._velocities
+
+    @property
+    def geometry_moments(self):
+        """The variables whose values the geometry is made of: v, unless the rule says otherwise."""
+        return self.second_moments
+
+    def dominant(self, index, v):
+        """What of v the step is divided by; AMSGrad takes the largest so far."""
+        return v
+
+    # The flow of a step.
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self.second_moment.build(self, variables)
+
+    def queries(self):
+        return self.second_moment.queries(self)
+
+    def releases_for(self, noise_multiplier):
+        return self.second_moment.releases(self, noise_multiplier)
+
+    def check_sampling(self, sampling):
+        self.second_moment.check_sampling(sampling)
+
+    @property
+    def needs_public(self):
+        return self.second_moment.needs_public
+
+    def update(self, released):
+        self._apply(self.second_moment.receive(self, released))
+
+    def _take_in(self, gradient, variable):
+        """Updates v of one variable and returns what its step is divided by."""
+        index = self._get_variable_index(variable)
+        v = self.second_moments[index]
+        source = self.second_moment
+        self.assign(v, source.accumulate(self, index, ops.convert_to_tensor(v), gradient))
+        steps = ops.cast(self.iterations + 1, "float32")
+        v = self.dominant(index, ops.convert_to_tensor(v))
+        return source.root(self, source.estimate(self, v, steps))
+
+    def get_config(self):
+        return super().get_config() | {
+            "second_moment": keras.saving.serialize_keras_object(self.second_moment)
+        }
+
+
+def debiased(moment, beta, steps):
+    """moment/(1 − β^steps), 0 before the first step."""
+    weight = 1 - ops.power(ops.cast(beta, moment.dtype), ops.cast(steps, moment.dtype))
+    return ops.where(weight > 0, moment / ops.maximum(weight, 1e-30), 0.0)

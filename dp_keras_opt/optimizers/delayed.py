@@ -1,0 +1,228 @@
+"""DP²: private training with delayed preconditioners (the DP² paper, Algorithm 1).
+
+A cycle of s1 + s2 steps. In the SGD phase the plain gradient is released, and averaged over the s1
+steps the noise in it falls by √s1; the average refreshes v. In the adaptive phase the examples are
+clipped in the geometry 1/(√v + ε) of that v, and the privatized *preconditioned* gradient is the
+step. One σ serves both phases, so the cost is that of DP-SGD.
+"""
+
+import numbers
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from dp_keras_opt.noise.mechanism import Release
+from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+
+_ABLATIONS = (None, "extra_query", "noise_before_preconditioning")
+
+
+class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
+    """What `DP2RMSprop`, `DP2Adagrad` and `DP2Yogi` share; each says how v takes in a square.
+
+    Args:
+        learning_rate: η1 of the SGD phase, a float, a Keras schedule or a callable.
+        adaptive_learning_rate: η2 of the adaptive phase, a float or a Keras schedule.
+        epsilon: ε of the geometry 1/(√v + ε).
+        delay: (s1, s2), lengths of the phases in steps; one number for both.
+        clip_norm: C1 of the SGD phase.
+        adaptive_clip_norm: C2 of the adaptive phase, for preconditioned gradients.
+        subtract_noise: whether the variance that the noise adds to the averaged square,
+            σ²C1²/(s1·B²), is taken off before v takes it in (never below 0).
+        ablation: None, or one of the paper's two: "extra_query" (the plain gradient is released at
+            every step, beside the preconditioned one: two releases from one batch, accounted as
+            such at every step) and "noise_before_preconditioning" (the gradient is clipped and
+            noised as it is, then divided by √v + ε).
+        batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
+            see `PrivateOptimizer`.
+        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+
+    Raises:
+        ValueError: a phase is not at least one step long, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        learning_rate=0.1,
+        adaptive_learning_rate=0.1,
+        epsilon=1e-7,
+        delay=100,
+        *,
+        clip_norm,
+        adaptive_clip_norm,
+        batch_size,
+        subtract_noise=False,
+        ablation=None,
+        **kwargs,
+    ):
+        super().__init__(
+            learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
+        )
+        if not isinstance(epsilon, numbers.Real) or not 0 < epsilon < float("inf"):
+            raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
+        if ablation not in _ABLATIONS:
+            raise ValueError(f"ablation must be one of {list(_ABLATIONS)}, received {ablation!r}.")
+        self.adaptive_learning_rate = adaptive_learning_rate
+        self.epsilon = epsilon
+        self.delay = _delay(delay)
+        self.adaptive_clip_norm = _positive("adaptive_clip_norm", adaptive_clip_norm)
+        self.subtract_noise = bool(subtract_noise)
+        self.ablation = ablation
+
+    def accumulate(self, v, square):
+        """The next v."""
+        raise TypeError(f"{type(self).__name__} does not define how v accumulates.")
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self._second_moments, self._sums = self.add_optimizer_variables(
+            variables, ["second_moment", "gradient_sum"]
+        )
+        self._noise_power = self.add_variable((), dtype="float32", name="noise_power")
+
+    @property
+    def _phase(self):
+        """Whether this step is adaptive, and whether it ends a collection of gradients."""
+        if self.ablation == "extra_query":
+            refresh = ops.equal(self.iterations % self.delay[0], 0)
+            return ops.logical_not(refresh), refresh
+        place = self.iterations % sum(self.delay)
+        return place >= self.delay[0], ops.equal(place, self.delay[0] - 1)
+
+    def _geometry(self, adaptive):
+        return [
+            ops.where(adaptive, 1.0 / (ops.sqrt(v) + self.epsilon), 1.0)
+            for v in self._second_moments
+        ]
+
+    def queries(self):
+        adaptive, _ = self._phase
+        clip_norm = ops.where(adaptive, self.adaptive_clip_norm, self.clip_norm)
+        if self.ablation == "noise_before_preconditioning":
+            return (self.query(clip_norm=clip_norm),)
+        preconditioned = self.query(self._geometry(adaptive), clip_norm)
+        return (preconditioned, self.query()) if self.ablation else (preconditioned,)
+
+    def releases_for(self, noise_multiplier):
+        count = 2 if self.ablation == "extra_query" else 1
+        return tuple(Release(i, "mean", noise_multiplier, self.noise) for i in range(count))
+
+    def update(self, released):
+        adaptive, refresh = self._phase
+        geometry = self._geometry(adaptive)
+        steps = released[0].value  # in the geometry of the phase
+        if self.ablation == "noise_before_preconditioning":
+            steps = [g * s for g, s in zip(steps, geometry, strict=True)]
+        plain = released[-1]
+        collecting = True if self.ablation == "extra_query" else ops.logical_not(adaptive)
+        self._collect(plain, collecting, refresh)
+        if self.ablation == "extra_query":
+            steps = [ops.where(refresh, g, p) for g, p in zip(plain.value, steps, strict=True)]
+        self._apply(steps, geometry)
+
+    def _collect(self, plain, collecting, refresh):
+        """Adds the released plain gradient to the sum; at its end v takes in the mean squared."""
+        power = ops.square(ops.convert_to_tensor(plain.noise_std, "float32"))
+        self._noise_power.assign_add(ops.where(collecting, power, 0.0))
+        count = self._count()
+
+        def refresh_moments():
+            excess = self._noise_power / count**2 if self.subtract_noise else 0.0
+            for v, total in zip(self._second_moments, self._sums, strict=True):
+                square = ops.maximum(ops.square(total / count) - excess, 0.0)
+                self.assign(v, self.accumulate(ops.convert_to_tensor(v), square))
+                self.assign(total, ops.zeros_like(total))
+            self._noise_power.assign(0.0)
+
+        for total, g in zip(self._sums, plain.value, strict=True):
+            self.assign_add(total, ops.where(collecting, ops.cast(g, total.dtype), 0.0))
+        tf.cond(refresh, refresh_moments, lambda: None)
+
+    def _count(self):
+        """How many gradients the sum holds at a refresh."""
+        if self.ablation == "extra_query":  # the first refresh comes at the first step
+            return ops.where(ops.equal(self.iterations, 0), 1.0, float(self.delay[0]))
+        return float(self.delay[0])
+
+    def update_step(self, gradient, variable, learning_rate):
+        adaptive, _ = self._phase
+        rate = ops.where(adaptive, self._adaptive_rate(), ops.cast(learning_rate, "float32"))
+        gradient = ops.cast(gradient, variable.dtype)
+        self.assign_sub(variable, ops.cast(rate, variable.dtype) * gradient)
+
+    def _adaptive_rate(self):
+        rate = self.adaptive_learning_rate
+        is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+        return ops.cast(rate(self.iterations) if is_schedule else rate, "float32")
+
+    def get_config(self):
+        rate = self.adaptive_learning_rate
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = keras.saving.serialize_keras_object(rate)
+        return super().get_config() | {
+            "adaptive_learning_rate": rate,
+            "epsilon": self.epsilon,
+            "delay": self.delay,
+            "adaptive_clip_norm": self.adaptive_clip_norm,
+            "subtract_noise": self.subtract_noise,
+            "ablation": self.ablation,
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        if isinstance(config["adaptive_learning_rate"], dict):
+            rate = keras.saving.deserialize_keras_object(config["adaptive_learning_rate"])
+            config = config | {"adaptive_learning_rate": rate}
+        return super().from_config(config, custom_objects=custom_objects)
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class DP2RMSprop(DelayedPreconditioner):
+    """DP² with v ← ρ·v + (1−ρ)·ḡ². Arguments: `rho` (0.9) and those of `DelayedPreconditioner`."""
+
+    def __init__(self, *args, rho=0.9, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rho = rho
+
+    def accumulate(self, v, square):
+        return self.rho * v + (1 - self.rho) * square
+
+    def get_config(self):
+        return super().get_config() | {"rho": self.rho}
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class DP2Yogi(DP2RMSprop):
+    """DP² with v ← v + (1−ρ)·sign(ḡ² − v)·ḡ². Arguments: those of `DP2RMSprop`."""
+
+    def accumulate(self, v, square):
+        return v + (1 - self.rho) * ops.sign(square - v) * square
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class DP2Adagrad(DelayedPreconditioner):
+    """DP² with v ← v + ḡ². Arguments: those of `DelayedPreconditioner`."""
+
+    def accumulate(self, v, square):
+        return v + square
+
+
+def _delay(value):
+    phases = (value, value) if isinstance(value, numbers.Integral) else tuple(value)
+    valid = len(phases) == 2 and all(
+        isinstance(p, numbers.Integral) and not isinstance(p, bool) and p >= 1 for p in phases
+    )
+    if not valid:
+        raise ValueError(
+            f"delay must be (s1, s2), two numbers of steps of at least 1; received {value!r}."
+        )
+    return tuple(int(p) for p in phases)
+
+
+def _positive(name, value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
+        raise ValueError(f"{name} must be a positive number, received {value!r}.")
+    return float(value)

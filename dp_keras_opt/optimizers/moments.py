@@ -1,0 +1,378 @@
+"""Where the second moment of an adaptive optimizer comes from: one strategy a source.
+
+The private gradient is noisy, and squaring it squares the noise. Each strategy answers three
+questions, for any of the rules (Adam, AdaGrad, RMSProp, Yogi): what is asked of the data, what the
+rule's accumulator v takes in, and what the step is divided by. Formulas: the paper on design
+principles for private adaptive optimizers, Algorithms 5 to 9.
+"""
+
+import math
+import warnings
+
+import keras
+import numpy as np
+from keras import ops
+
+from dp_keras_opt.clipping.query import Query
+from dp_keras_opt.noise.mechanism import JointMoments, Release
+
+
+class SecondMoment:
+    """A source of the second moment; this one is the base and the plain case.
+
+    Whoever adds a source overrides what differs. `rule` is the optimizer it belongs to.
+    """
+
+    #: Whether the examples are clipped in the geometry of v.
+    scaled = False
+    #: Whether the optimizer needs public rows in each batch (`data.with_public`).
+    needs_public = False
+
+    def check(self, rule):
+        """Refuses rules and samplings that the source does not go with."""
+
+    def check_sampling(self, sampling):
+        """Refuses batches for which the sensitivity would not be bounded."""
+
+    def build(self, rule, variables):
+        """Creates what the source has to remember."""
+
+    def queries(self, rule):
+        """The queries of this step."""
+        return (rule.query(scale=self._scale(rule) if self.scaled else None),)
+
+    def releases(self, rule, noise_multiplier):
+        """The releases of every step."""
+        return (Release(0, "mean", noise_multiplier, rule.noise),)
+
+    def receive(self, rule, released):
+        """Takes in the answers; returns the privatized gradients, in the geometry of 1."""
+        if not self.scaled:
+            return released[0].value
+        return [g / s for g, s in zip(released[0].value, self._scale(rule), strict=True)]
+
+    def accumulate(self, rule, index, v, gradient):
+        """The new v of one variable."""
+        return rule.accumulate(v, ops.square(gradient))
+
+    def estimate(self, rule, v, steps):
+        """v̂ after this many steps."""
+        return rule.corrected(v, steps)
+
+    def root(self, rule, v_hat):
+        """What the step is divided by."""
+        return ops.sqrt(v_hat) + rule.epsilon
+
+    def _scale(self, rule):
+        """s_t = 1/(√v̂_{t−1} + ε): known before the data is touched."""
+        steps = ops.cast(rule.iterations, "float32")
+        return [
+            1.0 / self._scale_root(rule, self.estimate(rule, ops.convert_to_tensor(v), steps))
+            for v in rule.geometry_moments
+        ]
+
+    def _scale_root(self, rule, v_hat):
+        return self.root(rule, v_hat)
+
+    def get_config(self):
+        """Constructor arguments, as in Keras."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config):
+        """The source with these constructor arguments."""
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class PostProcessing(SecondMoment):
+    """v from the squares of the privatized gradient (Algorithm 5): E[v̂] = g² + noise variance."""
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class BiasCorrected(SecondMoment):
+    """Post-processing with the noise's share taken off (Algorithm 7, DP-AdamBC).
+
+    Divides by √max(v̂ − Φ, ε²). Φ is v's own recursion run on the noise variance of each step, so
+    it is right for every linear rule and under a noise schedule. Yogi's recursion is not linear and
+    is refused.
+    """
+
+    def check(self, rule):
+        if not rule.linear:
+            raise ValueError(
+                f"second_moment='bias_corrected' needs a second moment that is linear in the "
+                f"squares; {type(rule).__name__}'s is not. Use DPAdam, DPRMSprop or DPAdagrad."
+            )
+
+    def build(self, rule, variables):
+        self._power = rule.add_variable((), dtype="float32", name="noise_power")
+
+    def receive(self, rule, released):
+        power = ops.square(ops.convert_to_tensor(released[0].noise_std, "float32"))
+        rule.assign(self._power, rule.accumulate(ops.convert_to_tensor(self._power), power))
+        return super().receive(rule, released)
+
+    def root(self, rule, v_hat):
+        phi = rule.corrected(self._power, ops.cast(rule.iterations + 1, "float32"))
+        return ops.sqrt(ops.maximum(v_hat - phi, rule.epsilon**2))
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class ScaleThenPrivatize(SecondMoment):
+    """Clips and adds noise in the geometry of the last v̂ (Algorithm 8), then scales back.
+
+    s_t = 1/(√v̂_{t−1} + ε_s1), with v from the scaled-back privatized gradients. Scaled gradients have
+    a norm near √d, d the number of weights: tune `clip_norm` anew, relative to √d.
+
+    Args:
+        epsilon: ε_s1 of the geometry; None takes the optimizer's epsilon.
+    """
+
+    scaled = True
+
+    def __init__(self, epsilon=None):
+        if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
+            raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
+        self.epsilon = epsilon
+
+    def check(self, rule):
+        if not (self.epsilon or rule.epsilon):
+            raise ValueError("scale_then_privatize needs epsilon > 0: s_1 is 1/epsilon.")
+
+    def _scale_root(self, rule, v_hat):
+        return ops.sqrt(v_hat) + (rule.epsilon if self.epsilon is None else self.epsilon)
+
+    def get_config(self):
+        return {"epsilon": self.epsilon}
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class Joint(SecondMoment):
+    """Releases the mean gradient and its square together, noise on both (Algorithm 6).
+
+    (g, √λ·g²) is one Gaussian release of joint sensitivity S: noise σS on g and σS/√λ on g², with g the
+    clipped batch mean. Negative values of the noisy v̂ are taken as 0.
+
+    Args:
+        weight: λ > 0, how much of the noise goes to g rather than to g².
+        max_batch_size: N, a bound on the realised batch size. None where every batch has the
+            expected size or less (fixed-size sampling). Under Poisson sampling it must be given:
+            the batch mean is then projected onto the ball of radius (N − ½)·C/B, which bounds the
+            sensitivity of g² for every draw and changes nothing unless a draw comes near N
+            examples that all point the same way.
+        adjacency: the neighbouring relation that S is for; it must be that of the sampling.
+    """
+
+    def __init__(self, weight, max_batch_size=None, adjacency="add_or_remove_one"):
+        if weight is not None and not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"weight (λ) must be positive and finite, received {weight!r}.")
+        if max_batch_size is not None and (max_batch_size != int(max_batch_size) or max_batch_size < 1):
+            raise ValueError(
+                f"max_batch_size must be a positive integer, received {max_batch_size!r}."
+            )
+        self.weight = weight
+        self.max_batch_size = max_batch_size
+        self.adjacency = adjacency
+
+    def check_sampling(self, sampling):
+        if self.max_batch_size is None and sampling.kind in (
+            "poisson",
+            "shuffled_accounted_as_poisson",
+        ):
+            raise ValueError(
+                f"second_moment={type(self).__name__} under Poisson sampling needs max_batch_size: "
+                "batches can be of any size, so the sensitivity of the squared gradient is not "
+                "bounded without it. A size that a draw hardly ever reaches costs little."
+            )
+        if self.adjacency != sampling.adjacency:
+            raise ValueError(
+                f"The noise of second_moment={type(self).__name__} was scaled for "
+                f"adjacency={self.adjacency!r}, but the data is sampled under "
+                f"{sampling.adjacency!r}. Pass adjacency={sampling.adjacency!r} to it."
+            )
+
+    def releases(self, rule, noise_multiplier):
+        joint = JointMoments(
+            self._weight(rule),
+            rule.batch_size if self.max_batch_size is None else self.max_batch_size,
+            self.max_batch_size is not None,
+            self.adjacency,
+        )
+        return (Release(0, "mean_and_square", noise_multiplier, rule.noise, joint),)
+
+    def _weight(self, rule):
+        return self.weight
+
+    def receive(self, rule, released):
+        self._squares = released[0].square
+        return released[0].value
+
+    def accumulate(self, rule, index, v, gradient):
+        return rule.accumulate(v, self._squares[index])
+
+    def root(self, rule, v_hat):
+        return ops.sqrt(ops.maximum(v_hat, 0.0)) + rule.epsilon
+
+    def get_config(self):
+        return {
+            "weight": self.weight,
+            "max_batch_size": self.max_batch_size,
+            "adjacency": self.adjacency,
+        }
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class Independent(Joint):
+    """`Joint` with λ = (B/((2N−1)C))²: half of the budget to each (independent moment estimation)."""
+
+    def __init__(self, max_batch_size=None, adjacency="add_or_remove_one"):
+        super().__init__(None, max_batch_size, adjacency)
+
+    def _weight(self, rule):
+        largest = rule.batch_size if self.max_batch_size is None else self.max_batch_size
+        return (rule.batch_size / ((2 * largest - 1) * rule.clip_norm)) ** 2
+
+    def get_config(self):
+        config = super().get_config()
+        config.pop("weight")
+        return config
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class SideInformation(SecondMoment):
+    """v from somewhere else than the private data (Algorithm 9).
+
+    Args:
+        values: the second moment itself: a list with one array per trainable variable, or a
+            callable of the step number (from 0) that gives such a list. None estimates v from the
+            public rows of each batch (`data.with_public`), by the rule's own recursion.
+        scaled: whether the examples are also clipped in the geometry of v.
+
+    Guarantee: none about the data that `values` was computed from. Declare only what is public.
+    """
+
+    def __init__(self, values=None, scaled=False):
+        self.values = values
+        self.scaled = bool(scaled)
+        self.needs_public = values is None
+
+    def build(self, rule, variables):
+        if self.values is None or callable(self.values):
+            return
+        if len(self.values) != len(variables):
+            raise ValueError(
+                f"side_information has {len(self.values)} arrays for {len(variables)} trainable "
+                "variables."
+            )
+        for v, value, variable in zip(rule.second_moments, self.values, variables, strict=True):
+            value = np.asarray(value, np.float32)
+            if value.shape != tuple(variable.shape):
+                raise ValueError(
+                    f"side_information has shape {value.shape} for variable '{variable.path}' of "
+                    f"shape {tuple(variable.shape)}."
+                )
+            if not (np.isfinite(value).all() and (value >= 0).all()):
+                raise ValueError(
+                    f"side_information for variable '{variable.path}' must be finite and at least "
+                    "0: it is a second moment."
+                )
+            v.assign(value)
+
+    def queries(self, rule):
+        if callable(self.values):
+            for v, value in zip(rule.second_moments, self.values(rule.iterations), strict=True):
+                rule.assign(v, ops.reshape(ops.convert_to_tensor(value, v.dtype), v.shape))
+        public = (Query(rows="public"),) if self.needs_public else ()
+        return super().queries(rule) + public
+
+    def releases(self, rule, noise_multiplier):
+        public = (Release(1, "public_mean", 0.0, rule.noise),) if self.needs_public else ()
+        return super().releases(rule, noise_multiplier) + public
+
+    def receive(self, rule, released):
+        gradients = super().receive(rule, released)  # in the geometry that was asked for
+        self._public = released[1].value if self.needs_public else None
+        return gradients
+
+    def accumulate(self, rule, index, v, gradient):
+        return rule.accumulate(v, ops.square(self._public[index])) if self.needs_public else v
+
+    def estimate(self, rule, v, steps):
+        return super().estimate(rule, v, steps) if self.needs_public else v
+
+    def get_config(self):
+        values = self.values
+        if values is not None and not callable(values):
+            values = [np.asarray(value).tolist() for value in values]
+        return {"values": values, "scaled": self.scaled}
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class Noiseless(SecondMoment):
+    """v from the clipped gradients without noise: a baseline that is NOT private.
+
+    The ledger says ε = ∞. A warning says so at construction.
+
+    Args:
+        scaled: whether the examples are also clipped in the geometry of v.
+    """
+
+    def __init__(self, scaled=False):
+        warnings.warn(
+            "second_moment='noiseless' uses gradients without noise: the training is not private "
+            "(ε = ∞). It is a baseline for comparisons only.",
+            stacklevel=2,
+        )
+        self.scaled = bool(scaled)
+
+    def queries(self, rule):
+        return (*super().queries(rule), rule.query())
+
+    def releases(self, rule, noise_multiplier):
+        return (*super().releases(rule, noise_multiplier), Release(1, "mean", 0.0, rule.noise))
+
+    def receive(self, rule, released):
+        self._exact = released[1].value
+        return super().receive(rule, released)
+
+    def accumulate(self, rule, index, v, gradient):
+        return rule.accumulate(v, ops.square(self._exact[index]))
+
+    def get_config(self):
+        return {"scaled": self.scaled}
+
+
+_NAMES = {
+    "post_processing": PostProcessing,
+    "bias_corrected": BiasCorrected,
+    "independent": Independent,
+    "scale_then_privatize": ScaleThenPrivatize,
+    "side_information": SideInformation,
+    "noiseless": Noiseless,
+}
+
+
+def get(identifier):
+    """Resolves a source of the second moment: an object, a name, or a serialised one.
+
+    Raises:
+        ValueError: nothing is known by that name; "joint" needs its weight: moments.Joint(weight).
+    """
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if isinstance(identifier, str):
+        if identifier == "joint":
+            raise ValueError("second_moment='joint' needs its weight λ: moments.Joint(weight).")
+        if identifier not in _NAMES:
+            raise ValueError(
+                f"second_moment={identifier!r} is not known; use one of {sorted(_NAMES)}, "
+                "moments.Joint(weight), or another object of dp_keras_opt.optimizers.moments."
+            )
+        identifier = _NAMES[identifier]()
+    if not isinstance(identifier, SecondMoment):
+        raise ValueError(
+            "second_moment must be a name or an object of dp_keras_opt.optimizers.moments; "
+            f"received {identifier!r}."
+        )
+    return identifier
