@@ -471,11 +471,12 @@ def make_private(model):
 def _as_batch(data):
     """The (x, y[, sample_weight or Rows]) that Keras hands to `train_step`, as a `Batch`."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    mask = None
+    mask = public = None
     if isinstance(weight, Rows):
-        weight, mask = weight.sample_weight, tf.cast(weight.mask, tf.bool)
+        mask, public = tf.cast(weight.mask, tf.bool), weight.public
+        weight = weight.sample_weight
     x, y, weight = _map(tf.convert_to_tensor, (x, y, weight))
-    return Batch(x, y, weight, mask)
+    return Batch(x, y, weight, mask, public)
 
 
 def _map(function, structure):

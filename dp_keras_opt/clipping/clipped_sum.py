@@ -15,9 +15,10 @@ class Batch(NamedTuple):
     Attributes:
         x, y: inputs and targets, any structure of tensors with one row per example.
         sample_weight: None, or weights that multiply each example's loss before clipping.
-        mask: None, or a boolean (B,): False for padding, which contributes exactly zero.
+        mask: None, or a boolean (B,): False for padding, which contributes exactly zero, and for
+            public rows.
         public: None, or float32 (B,): for rows declared public, one over their number in the
-            logical batch; 0 for the rows that the guarantee covers.
+            logical batch; 0 for all others.
     """
 
     x: Any
@@ -72,7 +73,6 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
     plan = plan or book_keeping.plan(model)
     losses, y_pred, factors = per_example_gradients(model, batch, plan, loss_scale)
     valid = tf.ones(tf.shape(losses), tf.bool) if batch.mask is None else batch.mask
-    private = valid if batch.public is None else valid & (batch.public == 0)
     sums, non_finite = [], 0
     for query in queries:
         scales = query.scale or [None] * len(factors)
@@ -84,8 +84,8 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
         if query.rows == "public":
             weights = tf.where(finite, batch.public, 0.0)
         else:
-            weights = tf.where(finite & private, clip_factor(tf.sqrt(squared_norm), query), 0.0)
-            non_finite = tf.reduce_sum(tf.cast(private & ~finite, tf.int64))
+            weights = tf.where(finite & valid, clip_factor(tf.sqrt(squared_norm), query), 0.0)
+            non_finite = tf.reduce_sum(tf.cast(valid & ~finite, tf.int64))
         total = _weighted_sums(model, factors, weights, finite)
         if query.scale is not None:
             total = [t * s for t, s in zip(total, scales, strict=True)]
@@ -125,10 +125,17 @@ def per_example_gradients(model, batch, plan, loss_scale=1.0):
     with tf.GradientTape() as tape, recording(plan, batch.rows) as calls:
         y_pred = model(batch.x, training=True)
         losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
-        counted = losses if batch.mask is None else tf.where(batch.mask, losses, 0.0)
-        objective = tf.reduce_sum(counted) * loss_scale
+        objective = tf.reduce_sum(_counted(losses, batch)) * loss_scale
     deltas = tape.gradient(objective, [call.source for call in calls])
     return losses, y_pred, _factors(model, batch, calls, deltas, loss_scale)
+
+
+def _counted(losses, batch):
+    """The losses of the rows that some query may ask for, 0 for padding."""
+    if batch.mask is None:
+        return losses
+    rows = batch.mask if batch.public is None else batch.mask | (batch.public > 0)
+    return tf.where(rows, losses, 0.0)
 
 
 def _tensor(value):
