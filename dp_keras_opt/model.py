@@ -160,6 +160,7 @@ class DPModel(keras.Model):
                 f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
                 "Calibrate for this sampling, or set noise_multiplier yourself."
             )
+        self.optimizer.check_sampling(sampling)
         object.__setattr__(self, "_sampling", sampling)
         self.ledger.close()
 
@@ -286,6 +287,11 @@ class DPModel(keras.Model):
         batch = _as_batch(data)
         plan = self._plan(batch)
         optimizer, variables = self.optimizer, self.trainable_variables
+        if optimizer.needs_public and batch.public is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} needs public rows in every batch, as it is configured "
+                "here. Add them: dp_keras_opt.data.with_public(batches, public)."
+            )
         if not optimizer.built:
             optimizer.build(variables)
         optimizer.prepare(variables)

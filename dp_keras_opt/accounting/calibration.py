@@ -8,7 +8,7 @@ import dp_accounting
 
 from dp_keras_opt.accounting.accountant import check_delta, compose, make_accountant
 from dp_keras_opt.accounting.events import MAX_DISTINCT
-from dp_keras_opt.accounting.ledger import Segment, check_batch_size
+from dp_keras_opt.accounting.ledger import Segment, check_sampling
 from dp_keras_opt.accounting.sampling import whole_number
 from dp_keras_opt.noise import schedules
 
@@ -46,10 +46,11 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         raise ValueError(
             f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
         )
-    check_batch_size(optimizer, sampling)
+    check_sampling(optimizer, sampling)
     check_delta(delta, [sampling])
     make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
-    if any(release.multiplier == 0 for release in optimizer.releases_for(1.0)):
+    private = [release for release in optimizer.releases_for(1.0) if not release.is_public]
+    if any(release.multiplier == 0 for release in private):
         raise ValueError(
             f"epsilon={epsilon} cannot be met: the optimizer releases a statistic without noise, "
             "whatever its noise_multiplier. Choose another second_moment."

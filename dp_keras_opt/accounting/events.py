@@ -29,7 +29,7 @@ def step_event(releases, adjacency, alpha=1.0):
     """
     if not releases:
         raise ValueError("releases is empty: a step that releases nothing cannot be accounted.")
-    releases = [release for release in releases if release.statistic != "public_mean"]
+    releases = [release for release in releases if not release.is_public]
     multipliers = [
         release.multiplier * alpha / _sensitivity(release, adjacency) for release in releases
     ]
@@ -78,13 +78,7 @@ def segment_event(releases, sampling, alphas, steps=None, max_distinct=MAX_DISTI
     values, counts = _factors(sampling, alphas, steps, max_distinct)
     if not len(values):
         return dp_accounting.NoOpDpEvent()
-    adjacency = sampling.adjacency
-    if sampling.kind == "without_replacement":
-        # The bound for subsets of fixed size (Wang et al. 2019, theorem 27) also compares the
-        # batches that hold the example with those that hold another in its place: that moves
-        # the sum by 2C, whatever the adjacency. An example whose gradient is zeroed is a
-        # replaced one, so `zero_out` has the guarantee of `replace_one`; no better is proven.
-        adjacency = "replace_one"
+    adjacency = sampling.noise_adjacency
     each_step = [step_event(releases, adjacency, float(value)) for value in values]
     if any(isinstance(event, dp_accounting.NonPrivateDpEvent) for event in each_step):
         return dp_accounting.NonPrivateDpEvent()

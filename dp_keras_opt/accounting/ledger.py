@@ -139,7 +139,7 @@ class Ledger:
                 multiplier is not set, or the noise schedule is shorter than `steps`.
         """
         steps = whole_number(steps, "steps", 0, "Give the number of training steps.")
-        check_batch_size(optimizer, sampling)
+        check_sampling(optimizer, sampling)
         ledger = cls()
         ledger.begin(
             optimizer.releases, sampling, optimizer.noise_schedule, clip_norm=optimizer.clip_norm
@@ -188,7 +188,7 @@ class Ledger:
             clip_norm=clip_norm,
             first_step=first_step,
         )
-        step_event(segment.releases, sampling.adjacency)  # refuses what cannot be accounted
+        step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
         self.close()
         self._current = segment
 
@@ -371,8 +371,8 @@ class Ledger:
         self._current, self._pending = None, 0
 
 
-def check_batch_size(optimizer, sampling):
-    """Refuses an optimizer whose noise is divided by another batch size than the sampling's."""
+def check_sampling(optimizer, sampling):
+    """Refuses an optimizer whose noise does not fit batches that are sampled this way."""
     if not isinstance(sampling, Sampling):
         raise ValueError(
             f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
@@ -383,3 +383,4 @@ def check_batch_size(optimizer, sampling):
             f"The optimizer has batch_size={optimizer.batch_size}, the sampling has "
             f"batch_size={sampling.batch_size}. Give both the same expected batch size."
         )
+    optimizer.check_sampling(sampling)

@@ -158,6 +158,17 @@ class Sampling:
         return math.ceil(self.num_examples / self.batch_size)
 
     @property
+    def noise_adjacency(self):
+        """The adjacency whose sensitivity the noise of a batch is held against.
+
+        The bound for subsets of fixed size (Wang et al. 2019, theorem 27) also compares the batches
+        that hold the example with those that hold another in its place: that moves the sum by 2C,
+        whatever the adjacency. An example whose gradient is zeroed is a replaced one, so `zero_out`
+        has the guarantee of `replace_one`; no better is proven.
+        """
+        return "replace_one" if self.kind == "without_replacement" else self.adjacency
+
+    @property
     def is_heuristic(self):
         """Whether epsilon rests on an assumption that is not proven for this sampling."""
         return self.kind == "shuffled_accounted_as_poisson"

@@ -86,10 +86,10 @@ def _guarantee(segments, epsilon, delta):
     if math.isinf(epsilon):
         return f"NO DIFFERENTIAL PRIVACY: epsilon is infinite at delta = {delta:g}. " + " ".join(
             f"Steps {segment.first_step} to {segment.last_step - 1} released the "
-            f"{release.statistic} of query {release.query} without noise (multiplier 0)."
+            f"{_in_words(release)} of query {release.query} without noise (multiplier 0)."
             for segment in segments
             for release in segment.releases
-            if release.multiplier == 0 and release.statistic != "public_mean"
+            if release.multiplier == 0 and not release.is_public
         )
     heuristic = " (HEURISTIC, not proven: see the sampling below)"
     return (
@@ -102,10 +102,10 @@ def _training(segment, place, segments):
     sampling = segment.sampling
     title = "Training" if len(segments) == 1 else f"Training, part {place} of {len(segments)}"
     noises = ", ".join(
-        f"{type(release.mechanism).__name__} noise on the {release.statistic} with noise "
+        f"{type(release.mechanism).__name__} noise on the {_in_words(release)} with noise "
         f"multiplier sigma = {release.multiplier:.6g}"
         for release in segment.releases
-        if release.statistic != "public_mean"
+        if not release.is_public
     )
     alphas = segment.schedule.alphas(segment.first_step, min(segment.steps, 10**6))
     if alphas.min() != alphas.max():
@@ -118,12 +118,22 @@ def _training(segment, place, segments):
     )
 
 
+def _in_words(release):
+    return release.statistic.replace("_", " ")
+
+
 def _public(segments):
     """What was declared public, if anything."""
-    if any(r.statistic == "public_mean" for segment in segments for r in segment.releases):
+    used = {release.statistic for segment in segments for release in segment.releases}
+    if "public_mean" in used:
         yield (
             "Public data: the training also used rows that were declared public. They are not "
             "protected, neither clipped nor noised, and nothing is claimed about them."
+        )
+    if "public_values" in used:
+        yield (
+            "Public data: the training also used side information (a second moment) that was "
+            "given as public. Nothing is claimed about the data that it was computed from."
         )
 
 

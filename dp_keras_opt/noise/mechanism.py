@@ -91,7 +91,8 @@ class Release:
         query: index into `optimizer.queries()` of the query that is answered.
         statistic: "mean", the sum of the clipped gradients over the expected batch size;
             "mean_and_square", the mean and its square together; "public_mean", the mean over public
-            rows, which is neither noised nor accounted.
+            rows, and "public_values", given by the user and no answer to a query: these two are
+            neither noised nor accounted, and every statement says that they were used.
         multiplier: noise multiplier σ, the noise's scale over the query's clip norm. 0 releases
             the statistic without noise: the ledger then says ε = ∞.
         mechanism: the `Mechanism` that the noise is drawn from.
@@ -103,6 +104,11 @@ class Release:
     multiplier: float
     mechanism: Mechanism
     joint: JointMoments | None = None
+
+    @property
+    def is_public(self):
+        """Whether this comes from what was declared public, and so costs nothing."""
+        return self.statistic.startswith("public_")
 
 
 def get(identifier):

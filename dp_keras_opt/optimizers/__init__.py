@@ -5,19 +5,26 @@ import keras
 from dp_keras_opt.optimizers import moments
 from dp_keras_opt.optimizers.adagrad import DPAdagrad
 from dp_keras_opt.optimizers.adam import DPAdam
+from dp_keras_opt.optimizers.delayed import DP2RMSprop, DP2Adagrad, DP2Yogi
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.public_data import PDADPMD, AdaDPS
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 from dp_keras_opt.optimizers.sgd import DPSGD
 from dp_keras_opt.optimizers.wrapper import DPOptimizer
 from dp_keras_opt.optimizers.yogi import DPYogi
 
 __all__ = [
+    "AdaDPS",
+    "DP2Adagrad",
+    "DP2RMSprop",
+    "DP2Yogi",
     "DPAdagrad",
     "DPAdam",
     "DPOptimizer",
     "DPRMSprop",
     "DPSGD",
     "DPYogi",
+    "PDADPMD",
     "PrivateOptimizer",
     "get",
     "moments",
@@ -35,7 +42,8 @@ def get(identifier, **kwargs):
         ValueError: no private optimizer is meant.
     """
     if isinstance(identifier, str):
-        known = {name.lower(): cls for name, cls in globals().items() if name.startswith("DP")}
+        exported = {name: globals()[name] for name in __all__ if name != "PrivateOptimizer"}
+        known = {name.lower(): cls for name, cls in exported.items() if isinstance(cls, type)}
         if identifier.lower() not in known:
             raise ValueError(f"optimizer {identifier!r} is not known; use one of {sorted(known)}.")
         return known[identifier.lower()](**kwargs)

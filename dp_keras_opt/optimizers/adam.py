@@ -65,9 +65,13 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
         root = self._take_in(gradient, variable)
         m = self._momentums[self._get_variable_index(variable)]
         self.assign_add(m, (gradient - m) * (1 - self.beta_1))
-        step = ops.cast(self.iterations + 1, variable.dtype)
-        rate = debiased(ops.cast(learning_rate, variable.dtype), self.beta_1, step)  # of m
+        rate = ops.cast(learning_rate, variable.dtype)
+        rate = debiased(rate, self.beta_1, self.iterations + 1)  # instead of m: a scalar
         self.assign_sub(variable, rate * m / root)
+
+    @property
+    def linear(self):
+        return not self.amsgrad
 
     @property
     def geometry_moments(self):

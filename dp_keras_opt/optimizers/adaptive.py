@@ -1,12 +1,13 @@
 """What DPAdam, DPAdagrad, DPRMSprop and DPYogi share: a rule × a source of the second moment."""
 
 import copy
+import math
 
 import keras
 from keras import ops
 
 from dp_keras_opt.optimizers import moments
-from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer, _FrozenAtBuild
 
 
 class AdaptiveOptimizer(PrivateOptimizer):
@@ -22,14 +23,15 @@ class AdaptiveOptimizer(PrivateOptimizer):
         *args, **kwargs: those of `PrivateOptimizer`.
     """
 
-    #: Whether `accumulate` is linear in v and the square.
+    # A copy, since a source remembers what belongs to one optimizer.
+    second_moment = _FrozenAtBuild(lambda name, value: copy.copy(moments.get(value)))
+
+    #: Whether v̂ is linear in the squares that v took in.
     linear = True
 
     def __init__(self, *args, second_moment="post_processing", **kwargs):
         super().__init__(*args, **kwargs)
-        # A copy, since it remembers what belongs to this optimizer.
-        source = copy.copy(moments.get(second_moment))
-        object.__setattr__(self, "second_moment", source)
+        self.second_moment = second_moment
         self.second_moment.check(self)
 
     # The rule.
@@ -61,6 +63,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
     def build(self, variables):
         if self.built:
             return
+        self.second_moment.check(self)  # it may have been set after construction
         super().build(variables)
         self.second_moment.build(self, variables)
 
@@ -78,7 +81,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
         return self.second_moment.needs_public
 
     def update(self, released):
-        self._apply(self.second_moment.receive(self, released))
+        self._apply(self._regularized(self.second_moment.receive(self, released)))
 
     def _take_in(self, gradient, variable):
         """Updates v of one variable and returns what its step is divided by."""
@@ -86,9 +89,8 @@ class AdaptiveOptimizer(PrivateOptimizer):
         v = self.second_moments[index]
         source = self.second_moment
         self.assign(v, source.accumulate(self, index, ops.convert_to_tensor(v), gradient))
-        steps = ops.cast(self.iterations + 1, "float32")
         v = self.dominant(index, ops.convert_to_tensor(v))
-        return source.root(self, source.estimate(self, v, steps))
+        return source.root(self, source.estimate(self, v, self.iterations + 1))
 
     def get_config(self):
         return super().get_config() | {
@@ -97,6 +99,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
 
 
 def debiased(moment, beta, steps):
-    """moment/(1 − β^steps), 0 before the first step."""
-    weight = 1 - ops.power(ops.cast(beta, moment.dtype), ops.cast(steps, moment.dtype))
-    return ops.where(weight > 0, moment / ops.maximum(weight, 1e-30), 0.0)
+    """moment/(1 − β^steps), 0 before the first step (the moment is 0 then)."""
+    # expm1, because 1 − β^steps loses four of float32's seven digits where β is close to 1.
+    weight = -ops.expm1(ops.cast(steps, "float32") * math.log(beta)) if beta else 1.0
+    return moment * ops.cast(1.0 / ops.maximum(weight, 1e-30), moment.dtype)

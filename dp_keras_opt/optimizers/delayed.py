@@ -13,27 +13,50 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.noise.mechanism import Release
-from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.private_optimizer import (
+    PrivateOptimizer,
+    _bool,
+    _clip_norm,
+    _FrozenAtBuild,
+    _one_of,
+)
 
 _ABLATIONS = (None, "extra_query", "noise_before_preconditioning")
+
+
+def _delay(name, value):
+    phases = (value, value) if isinstance(value, numbers.Integral) else tuple(value)
+    valid = len(phases) == 2 and all(
+        isinstance(p, numbers.Integral) and not isinstance(p, bool) and p >= 1 for p in phases
+    )
+    if not valid:
+        raise ValueError(
+            f"{name} must be (s1, s2), two numbers of steps of at least 1; received {value!r}."
+        )
+    return tuple(int(p) for p in phases)
 
 
 class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     """What `DP2RMSprop`, `DP2Adagrad` and `DP2Yogi` share; each says how v takes in a square.
 
+    Regularisers and `weight_decay` are preconditioned as the gradient of the loss is.
+
     Args:
-        learning_rate: η1 of the SGD phase, a float, a Keras schedule or a callable.
-        adaptive_learning_rate: η2 of the adaptive phase, a float or a Keras schedule.
-        epsilon: ε of the geometry 1/(√v + ε).
-        delay: (s1, s2), lengths of the phases in steps; one number for both.
+        learning_rate: η1 of the SGD phase, a float, a Keras schedule or a callable. Defaults to
+            0.1.
+        adaptive_learning_rate: η2 of the adaptive phase, a float or a Keras schedule. Defaults to
+            0.1.
+        epsilon: ε of the geometry 1/(√v + ε). Defaults to 1e-7.
+        delay: (s1, s2), lengths of the phases in steps; one number for both. Defaults to 100.
         clip_norm: C1 of the SGD phase.
         adaptive_clip_norm: C2 of the adaptive phase, for preconditioned gradients.
         subtract_noise: whether the variance that the noise adds to the averaged square,
             σ²C1²/(s1·B²), is taken off before v takes it in (never below 0).
         ablation: None, or one of the paper's two: "extra_query" (the plain gradient is released at
             every step, beside the preconditioned one: two releases from one batch, accounted as
-            such at every step) and "noise_before_preconditioning" (the gradient is clipped and
-            noised as it is, then divided by √v + ε).
+            such at every step; v is refreshed at the first step and every s1 steps) and
+            "noise_before_preconditioning" (the gradient is clipped and noised as it is, then
+            divided by √v + ε).
         batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
             see `PrivateOptimizer`.
         **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
@@ -41,6 +64,11 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     Raises:
         ValueError: a phase is not at least one step long, or an argument is out of range.
     """
+
+    adaptive_clip_norm = _FrozenAtBuild(_clip_norm)
+    delay = _FrozenAtBuild(_delay)
+    subtract_noise = _FrozenAtBuild(_bool)
+    ablation = _FrozenAtBuild(_one_of(*_ABLATIONS))
 
     def __init__(
         self,
@@ -61,13 +89,11 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         )
         if not isinstance(epsilon, numbers.Real) or not 0 < epsilon < float("inf"):
             raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
-        if ablation not in _ABLATIONS:
-            raise ValueError(f"ablation must be one of {list(_ABLATIONS)}, received {ablation!r}.")
         self.adaptive_learning_rate = adaptive_learning_rate
         self.epsilon = epsilon
-        self.delay = _delay(delay)
-        self.adaptive_clip_norm = _positive("adaptive_clip_norm", adaptive_clip_norm)
-        self.subtract_noise = bool(subtract_noise)
+        self.delay = delay
+        self.adaptive_clip_norm = adaptive_clip_norm
+        self.subtract_noise = subtract_noise
         self.ablation = ablation
 
     def accumulate(self, v, square):
@@ -82,6 +108,10 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
             variables, ["second_moment", "gradient_sum"]
         )
         self._noise_power = self.add_variable((), dtype="float32", name="noise_power")
+
+    @property
+    def _clip_norms(self):
+        return (self.clip_norm, self.adaptive_clip_norm)
 
     @property
     def _phase(self):
@@ -113,33 +143,36 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     def update(self, released):
         adaptive, refresh = self._phase
         geometry = self._geometry(adaptive)
-        steps = released[0].value  # in the geometry of the phase
         if self.ablation == "noise_before_preconditioning":
-            steps = [g * s for g, s in zip(steps, geometry, strict=True)]
-        plain = released[-1]
-        collecting = True if self.ablation == "extra_query" else ops.logical_not(adaptive)
-        self._collect(plain, collecting, refresh)
+            plain = self._regularized(released[0].value)
+            steps = [g * s for g, s in zip(plain, geometry, strict=True)]
+        else:
+            steps = plain = self._regularized(released[0].value, geometry)
         if self.ablation == "extra_query":
-            steps = [ops.where(refresh, g, p) for g, p in zip(plain.value, steps, strict=True)]
-        self._apply(steps, geometry)
+            plain = self._regularized(released[1].value)
+            steps = [ops.where(refresh, p, g) for p, g in zip(plain, steps, strict=True)]
+        power = ops.square(ops.convert_to_tensor(released[-1].noise_std, "float32"))
+        if self.ablation == "extra_query":
+            self._collect(plain, power, refresh)
+        else:  # gradients of the adaptive phase never enter the sum
+            tf.cond(adaptive, lambda: None, lambda: self._collect(plain, power, refresh))
+        self._apply(steps)
 
-    def _collect(self, plain, collecting, refresh):
-        """Adds the released plain gradient to the sum; at its end v takes in the mean squared."""
-        power = ops.square(ops.convert_to_tensor(plain.noise_std, "float32"))
-        self._noise_power.assign_add(ops.where(collecting, power, 0.0))
+    def _collect(self, plain, power, refresh):
+        """Adds a released plain gradient to the sum; at its end v takes in the mean squared."""
+        self.assign_add(self._noise_power, power)
+        for total, g in zip(self._sums, plain, strict=True):
+            self.assign_add(total, g)
+        tf.cond(refresh, self._refresh, lambda: None)
+
+    def _refresh(self):
         count = self._count()
-
-        def refresh_moments():
-            excess = self._noise_power / count**2 if self.subtract_noise else 0.0
-            for v, total in zip(self._second_moments, self._sums, strict=True):
-                square = ops.maximum(ops.square(total / count) - excess, 0.0)
-                self.assign(v, self.accumulate(ops.convert_to_tensor(v), square))
-                self.assign(total, ops.zeros_like(total))
-            self._noise_power.assign(0.0)
-
-        for total, g in zip(self._sums, plain.value, strict=True):
-            self.assign_add(total, ops.where(collecting, ops.cast(g, total.dtype), 0.0))
-        tf.cond(refresh, refresh_moments, lambda: None)
+        excess = self._noise_power / count**2 if self.subtract_noise else 0.0
+        for v, total in zip(self._second_moments, self._sums, strict=True):
+            square = ops.maximum(ops.square(total / count) - excess, 0.0)
+            self.assign(v, self.accumulate(ops.convert_to_tensor(v), square))
+            self.assign(total, ops.zeros_like(total))
+        self.assign(self._noise_power, ops.zeros(()))
 
     def _count(self):
         """How many gradients the sum holds at a refresh."""
@@ -148,15 +181,25 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         return float(self.delay[0])
 
     def update_step(self, gradient, variable, learning_rate):
-        adaptive, _ = self._phase
-        rate = ops.where(adaptive, self._adaptive_rate(), ops.cast(learning_rate, "float32"))
-        gradient = ops.cast(gradient, variable.dtype)
-        self.assign_sub(variable, ops.cast(rate, variable.dtype) * gradient)
+        rate = ops.cast(self._rate(learning_rate), variable.dtype)
+        self.assign_sub(variable, rate * ops.cast(gradient, variable.dtype))
 
-    def _adaptive_rate(self):
+    def _apply_weight_decay(self, variables):
+        if self.weight_decay is None:
+            return
+        decay = self.weight_decay * self._rate(self.learning_rate)
+        geometry = self._geometry(self._phase[0])
+        for variable, s in zip(variables, geometry, strict=True):
+            if self._use_weight_decay(variable):
+                self.assign_sub(variable, decay * s * ops.convert_to_tensor(variable))
+
+    def _rate(self, learning_rate):
+        """The learning rate of the phase."""
         rate = self.adaptive_learning_rate
-        is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-        return ops.cast(rate(self.iterations) if is_schedule else rate, "float32")
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = rate(self.iterations)
+        adaptive, _ = self._phase
+        return ops.where(adaptive, ops.cast(rate, "float32"), ops.cast(learning_rate, "float32"))
 
     def get_config(self):
         rate = self.adaptive_learning_rate
@@ -165,7 +208,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         return super().get_config() | {
             "adaptive_learning_rate": rate,
             "epsilon": self.epsilon,
-            "delay": self.delay,
+            "delay": list(self.delay),
             "adaptive_clip_norm": self.adaptive_clip_norm,
             "subtract_noise": self.subtract_noise,
             "ablation": self.ablation,
@@ -208,21 +251,3 @@ class DP2Adagrad(DelayedPreconditioner):
 
     def accumulate(self, v, square):
         return v + square
-
-
-def _delay(value):
-    phases = (value, value) if isinstance(value, numbers.Integral) else tuple(value)
-    valid = len(phases) == 2 and all(
-        isinstance(p, numbers.Integral) and not isinstance(p, bool) and p >= 1 for p in phases
-    )
-    if not valid:
-        raise ValueError(
-            f"delay must be (s1, s2), two numbers of steps of at least 1; received {value!r}."
-        )
-    return tuple(int(p) for p in phases)
-
-
-def _positive(name, value):
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
-        raise ValueError(f"{name} must be a positive number, received {value!r}.")
-    return float(value)

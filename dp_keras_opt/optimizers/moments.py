@@ -7,20 +7,25 @@ principles for private adaptive optimizers, Algorithms 5 to 9.
 """
 
 import math
+import numbers
 import warnings
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import JointMoments, Release
+from dp_keras_opt.optimizers.private_optimizer import _batch_size
 
 
 class SecondMoment:
     """A source of the second moment; this one is the base and the plain case.
 
-    Whoever adds a source overrides what differs. `rule` is the optimizer it belongs to.
+    Whoever adds a source overrides what differs. `rule` is the optimizer it belongs to. The methods
+    `queries`, `receive` and `accumulate` of one step are traced one after the other; what an earlier
+    one leaves in an attribute is a tensor of that trace and of no use beyond it.
     """
 
     #: Whether the examples are clipped in the geometry of v.
@@ -29,7 +34,7 @@ class SecondMoment:
     needs_public = False
 
     def check(self, rule):
-        """Refuses rules and samplings that the source does not go with."""
+        """Refuses rules that the source does not go with."""
 
     def check_sampling(self, sampling):
         """Refuses batches for which the sensitivity would not be bounded."""
@@ -39,7 +44,10 @@ class SecondMoment:
 
     def queries(self, rule):
         """The queries of this step."""
-        return (rule.query(scale=self._scale(rule) if self.scaled else None),)
+        if not self.scaled:
+            return (rule.query(),)
+        self._roots = self._geometry_roots(rule)
+        return (rule.query(scale=[1.0 / root for root in self._roots]),)
 
     def releases(self, rule, noise_multiplier):
         """The releases of every step."""
@@ -49,7 +57,7 @@ class SecondMoment:
         """Takes in the answers; returns the privatized gradients, in the geometry of 1."""
         if not self.scaled:
             return released[0].value
-        return [g / s for g, s in zip(released[0].value, self._scale(rule), strict=True)]
+        return [g * root for g, root in zip(released[0].value, self._roots, strict=True)]
 
     def accumulate(self, rule, index, v, gradient):
         """The new v of one variable."""
@@ -63,15 +71,16 @@ class SecondMoment:
         """What the step is divided by."""
         return ops.sqrt(v_hat) + rule.epsilon
 
-    def _scale(self, rule):
-        """s_t = 1/(√v̂_{t−1} + ε): known before the data is touched."""
-        steps = ops.cast(rule.iterations, "float32")
+    def _geometry_roots(self, rule):
+        """1/s_t = √v̂_{t−1} + ε: known before the data is touched."""
         return [
-            1.0 / self._scale_root(rule, self.estimate(rule, ops.convert_to_tensor(v), steps))
+            self._geometry_root(
+                rule, self.estimate(rule, ops.convert_to_tensor(v), rule.iterations)
+            )
             for v in rule.geometry_moments
         ]
 
-    def _scale_root(self, rule, v_hat):
+    def _geometry_root(self, rule, v_hat):
         return self.root(rule, v_hat)
 
     def get_config(self):
@@ -94,15 +103,16 @@ class BiasCorrected(SecondMoment):
     """Post-processing with the noise's share taken off (Algorithm 7, DP-AdamBC).
 
     Divides by √max(v̂ − Φ, ε²). Φ is v's own recursion run on the noise variance of each step, so
-    it is right for every linear rule and under a noise schedule. Yogi's recursion is not linear and
-    is refused.
+    it is right for every linear rule and under a noise schedule. The recursions of Yogi and AMSGrad
+    are not linear, and are refused.
     """
 
     def check(self, rule):
         if not rule.linear:
             raise ValueError(
-                f"second_moment='bias_corrected' needs a second moment that is linear in the "
-                f"squares; {type(rule).__name__}'s is not. Use DPAdam, DPRMSprop or DPAdagrad."
+                "second_moment='bias_corrected' needs a second moment that is linear in the "
+                f"squares; that of {type(rule).__name__} is not, as it is configured here. Use "
+                "DPAdam (without amsgrad), DPRMSprop or DPAdagrad."
             )
 
     def build(self, rule, variables):
@@ -114,7 +124,7 @@ class BiasCorrected(SecondMoment):
         return super().receive(rule, released)
 
     def root(self, rule, v_hat):
-        phi = rule.corrected(self._power, ops.cast(rule.iterations + 1, "float32"))
+        phi = rule.corrected(ops.convert_to_tensor(self._power), rule.iterations + 1)
         return ops.sqrt(ops.maximum(v_hat - phi, rule.epsilon**2))
 
 
@@ -122,8 +132,8 @@ class BiasCorrected(SecondMoment):
 class ScaleThenPrivatize(SecondMoment):
     """Clips and adds noise in the geometry of the last v̂ (Algorithm 8), then scales back.
 
-    s_t = 1/(√v̂_{t−1} + ε_s1), with v from the scaled-back privatized gradients. Scaled gradients have
-    a norm near √d, d the number of weights: tune `clip_norm` anew, relative to √d.
+    s_t = 1/(√v̂_{t−1} + ε_s1), with v from the scaled-back privatized gradients. Scaled gradients
+    have a norm near √d, d the number of weights: tune `clip_norm` anew, relative to √d.
 
     Args:
         epsilon: ε_s1 of the geometry; None takes the optimizer's epsilon.
@@ -132,7 +142,7 @@ class ScaleThenPrivatize(SecondMoment):
     scaled = True
 
     def __init__(self, epsilon=None):
-        if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
+        if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
             raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
         self.epsilon = epsilon
 
@@ -140,7 +150,7 @@ class ScaleThenPrivatize(SecondMoment):
         if not (self.epsilon or rule.epsilon):
             raise ValueError("scale_then_privatize needs epsilon > 0: s_1 is 1/epsilon.")
 
-    def _scale_root(self, rule, v_hat):
+    def _geometry_root(self, rule, v_hat):
         return ops.sqrt(v_hat) + (rule.epsilon if self.epsilon is None else self.epsilon)
 
     def get_config(self):
@@ -151,8 +161,8 @@ class ScaleThenPrivatize(SecondMoment):
 class Joint(SecondMoment):
     """Releases the mean gradient and its square together, noise on both (Algorithm 6).
 
-    (g, √λ·g²) is one Gaussian release of joint sensitivity S: noise σS on g and σS/√λ on g², with g the
-    clipped batch mean. Negative values of the noisy v̂ are taken as 0.
+    (g, √λ·g²) is one Gaussian release of joint sensitivity S: noise σS on g and σS/√λ on g², with g
+    the clipped batch mean. Negative values of the noisy v̂ are taken as 0.
 
     Args:
         weight: λ > 0, how much of the noise goes to g rather than to g².
@@ -165,13 +175,14 @@ class Joint(SecondMoment):
     """
 
     def __init__(self, weight, max_batch_size=None, adjacency="add_or_remove_one"):
-        if weight is not None and not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"weight (λ) must be positive and finite, received {weight!r}.")
-        if max_batch_size is not None and (max_batch_size != int(max_batch_size) or max_batch_size < 1):
+        if max_batch_size is not None:
+            max_batch_size = _batch_size("max_batch_size", max_batch_size)
+        if adjacency not in ("add_or_remove_one", "zero_out", "replace_one"):
             raise ValueError(
-                f"max_batch_size must be a positive integer, received {max_batch_size!r}."
+                "adjacency must be 'add_or_remove_one', 'zero_out' or 'replace_one', received "
+                f"{adjacency!r}."
             )
-        self.weight = weight
+        self.weight = self._checked_weight(weight)
         self.max_batch_size = max_batch_size
         self.adjacency = adjacency
 
@@ -185,12 +196,19 @@ class Joint(SecondMoment):
                 "batches can be of any size, so the sensitivity of the squared gradient is not "
                 "bounded without it. A size that a draw hardly ever reaches costs little."
             )
-        if self.adjacency != sampling.adjacency:
+        if self.adjacency != sampling.noise_adjacency:
             raise ValueError(
                 f"The noise of second_moment={type(self).__name__} was scaled for "
-                f"adjacency={self.adjacency!r}, but the data is sampled under "
-                f"{sampling.adjacency!r}. Pass adjacency={sampling.adjacency!r} to it."
+                f"adjacency={self.adjacency!r}, but {sampling.kind} sampling under "
+                f"{sampling.adjacency!r} needs that of {sampling.noise_adjacency!r}. Pass "
+                f"adjacency={sampling.noise_adjacency!r} to it."
             )
+
+    @staticmethod
+    def _checked_weight(weight):
+        if not _is_number(weight) or not 0 < weight < math.inf:
+            raise ValueError(f"weight (λ) must be positive and finite, received {weight!r}.")
+        return float(weight)
 
     def releases(self, rule, noise_multiplier):
         joint = JointMoments(
@@ -224,10 +242,18 @@ class Joint(SecondMoment):
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
 class Independent(Joint):
-    """`Joint` with λ = (B/((2N−1)C))²: half of the budget to each (independent moment estimation)."""
+    """`Joint` with λ = (B/((2N−1)C))²: half of the budget to each (independent moment estimation).
+
+    Args:
+        max_batch_size, adjacency: see `Joint`.
+    """
 
     def __init__(self, max_batch_size=None, adjacency="add_or_remove_one"):
         super().__init__(None, max_batch_size, adjacency)
+
+    @staticmethod
+    def _checked_weight(weight):
+        return None  # it follows from batch size and clip norm
 
     def _weight(self, rule):
         largest = rule.batch_size if self.max_batch_size is None else self.max_batch_size
@@ -257,38 +283,53 @@ class SideInformation(SecondMoment):
         self.scaled = bool(scaled)
         self.needs_public = values is None
 
+    def check(self, rule):
+        if self.values is not None and getattr(rule, "amsgrad", False):
+            raise ValueError("amsgrad=True means nothing where the second moment is given.")
+
     def build(self, rule, variables):
-        if self.values is None or callable(self.values):
+        if self.values is None:
             return
-        if len(self.values) != len(variables):
+        with tf.init_scope():  # now, and not at every step of the graph that may be traced here
+            values = self._at(tf.constant(0, tf.int64), variables)
+            for v, value, variable in zip(rule.second_moments, values, variables, strict=True):
+                value = np.asarray(value, np.float32)
+                if not (np.isfinite(value).all() and (value >= 0).all()):
+                    raise ValueError(
+                        f"side_information for variable '{variable.path}' must be finite and at "
+                        "least 0: it is a second moment."
+                    )
+                v.assign(value)
+
+    def _at(self, step, variables):
+        """The values at a step, their shapes checked."""
+        values = list(self.values(step) if callable(self.values) else self.values)
+        if len(values) != len(variables):
             raise ValueError(
-                f"side_information has {len(self.values)} arrays for {len(variables)} trainable "
+                f"side_information has {len(values)} arrays for {len(variables)} trainable "
                 "variables."
             )
-        for v, value, variable in zip(rule.second_moments, self.values, variables, strict=True):
-            value = np.asarray(value, np.float32)
-            if value.shape != tuple(variable.shape):
+        for value, variable in zip(values, variables, strict=True):
+            if tuple(np.shape(value)) != tuple(variable.shape):
                 raise ValueError(
-                    f"side_information has shape {value.shape} for variable '{variable.path}' of "
-                    f"shape {tuple(variable.shape)}."
+                    f"side_information has shape {tuple(np.shape(value))} for variable "
+                    f"'{variable.path}' of shape {tuple(variable.shape)}."
                 )
-            if not (np.isfinite(value).all() and (value >= 0).all()):
-                raise ValueError(
-                    f"side_information for variable '{variable.path}' must be finite and at least "
-                    "0: it is a second moment."
-                )
-            v.assign(value)
+        return values
 
     def queries(self, rule):
         if callable(self.values):
-            for v, value in zip(rule.second_moments, self.values(rule.iterations), strict=True):
-                rule.assign(v, ops.reshape(ops.convert_to_tensor(value, v.dtype), v.shape))
+            values = self._at(ops.convert_to_tensor(rule.iterations), rule.second_moments)
+            for v, value in zip(rule.second_moments, values, strict=True):
+                rule.assign(v, ops.convert_to_tensor(value, v.dtype))
         public = (Query(rows="public"),) if self.needs_public else ()
         return super().queries(rule) + public
 
     def releases(self, rule, noise_multiplier):
-        public = (Release(1, "public_mean", 0.0, rule.noise),) if self.needs_public else ()
-        return super().releases(rule, noise_multiplier) + public
+        # So that the privacy statement says what was declared public.
+        statistic = "public_mean" if self.needs_public else "public_values"
+        public = Release(1, statistic, 0.0, rule.noise)
+        return (*super().releases(rule, noise_multiplier), public)
 
     def receive(self, rule, released):
         gradients = super().receive(rule, released)  # in the geometry that was asked for
@@ -305,7 +346,12 @@ class SideInformation(SecondMoment):
         values = self.values
         if values is not None and not callable(values):
             values = [np.asarray(value).tolist() for value in values]
-        return {"values": values, "scaled": self.scaled}
+        return {"values": keras.saving.serialize_keras_object(values), "scaled": self.scaled}
+
+    @classmethod
+    def from_config(cls, config):
+        values = keras.saving.deserialize_keras_object(config["values"])
+        return cls(**config | {"values": values})
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -327,10 +373,12 @@ class Noiseless(SecondMoment):
         self.scaled = bool(scaled)
 
     def queries(self, rule):
-        return (*super().queries(rule), rule.query())
+        queries = super().queries(rule)
+        return (*queries, rule.query()) if self.scaled else queries
 
     def releases(self, rule, noise_multiplier):
-        return (*super().releases(rule, noise_multiplier), Release(1, "mean", 0.0, rule.noise))
+        exact = Release(int(self.scaled), "mean", 0.0, rule.noise)  # of the query without geometry
+        return (*super().releases(rule, noise_multiplier), exact)
 
     def receive(self, rule, released):
         self._exact = released[1].value
@@ -341,6 +389,10 @@ class Noiseless(SecondMoment):
 
     def get_config(self):
         return {"scaled": self.scaled}
+
+
+def _is_number(value):
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 _NAMES = {

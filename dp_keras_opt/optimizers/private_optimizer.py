@@ -183,6 +183,11 @@ class PrivateOptimizer:
         """The tuple of `Query` of this step, known before the data is touched."""
         return (self.query(),)
 
+    @property
+    def _clip_norms(self):
+        """All bounds that `queries` uses."""
+        return (self.clip_norm,)
+
     def releases_for(self, noise_multiplier):
         """The static tuple of `Release` of every step, at this overall noise multiplier."""
         return (Release(0, "mean", noise_multiplier, self.noise),)
@@ -199,7 +204,8 @@ class PrivateOptimizer:
                 "noise_multiplier is not set. Pass it, or find it with "
                 "dp_keras_opt.accounting.calibrate(optimizer, sampling, steps, epsilon, delta)."
             )
-        if math.isinf(self.clip_norm) and (self.noise_multiplier > 0 or self.normalize):
+        unbounded = any(math.isinf(bound) for bound in self._clip_norms)
+        if unbounded and (self.noise_multiplier > 0 or self.normalize):
             raise ValueError(
                 "An infinite clip_norm bounds nothing and allows only noise_multiplier=0 without "
                 "normalize, which trains without privacy."
@@ -214,17 +220,19 @@ class PrivateOptimizer:
         Args:
             released: the list of `noise.Released` that `noise.release` gave for `releases`.
         """
-        self._apply(released[0].value)
+        self._apply(self._regularized(released[0].value))
 
-    def _apply(self, gradients, geometry=None):
-        """Keras's own `apply`, on privatized gradients: weight decay, `update_step`, EMA.
-
-        `geometry` multiplies the regularisers' gradients where it is in `gradients` already.
-        """
-        super().apply(self._regularized(gradients, geometry), self._trainable_variables)
+    def _apply(self, gradients):
+        """Keras's own `apply`, on privatized gradients: weight decay, `update_step`, EMA."""
+        super().apply(gradients, self._trainable_variables)
 
     def _regularized(self, gradients, geometry=None):
-        """Adds the gradients of the variables' regularisers, which do not depend on the data."""
+        """Adds the gradients of the variables' regularisers, which do not depend on the data.
+
+        Args:
+            gradients: privatized gradients.
+            geometry: None, or the geometry that `gradients` are in, one tensor per variable.
+        """
         variables = [v for v in self._trainable_variables if v.regularizer is not None]
         if not variables:
             return gradients
@@ -232,9 +240,10 @@ class PrivateOptimizer:
             penalty = tf.add_n([tf.reduce_sum(v.regularizer(v)) for v in variables])
         extra = tape.gradient(penalty, [v.value for v in variables])
         extra = {id(v): g for v, g in zip(variables, extra, strict=True) if g is not None}
+        geometry = geometry or [1.0] * len(gradients)
         return [
-            g + tf.convert_to_tensor(extra[id(v)]) if id(v) in extra else g
-            for g, v in zip(gradients, self._trainable_variables, strict=True)
+            g + s * tf.convert_to_tensor(extra[id(v)]) if id(v) in extra else g
+            for g, s, v in zip(gradients, geometry, self._trainable_variables, strict=True)
         ]
 
     def apply(self, grads, trainable_variables=None):

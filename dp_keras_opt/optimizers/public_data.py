@@ -5,6 +5,7 @@ accounted, and every privacy statement says so.
 """
 
 import math
+import numbers
 
 import keras
 from keras import ops
@@ -20,14 +21,26 @@ from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 class AdaDPS(DPRMSprop):
     """Clips and noises in the geometry of public gradients (Li et al., ICML 2022).
 
-    v is RMSProp's average of the squares of public gradients; the examples are clipped as
-    g/(√v + ε), and w ← w − η·(privatized preconditioned gradient). Arguments: those of `DPRMSprop`,
-    with `second_moment` fixed.
+    w ← w − η·g̃, with g̃ the privatized mean of the gradients preconditioned by 1/(√v + ε), and then
+    v ← ρ·v + (1−ρ)·p², p the mean gradient of the public rows of the batch. The geometry is fixed
+    before the batch is touched, so it is that of the public gradients up to the step before.
+    Arguments: those of `DPRMSprop` without `second_moment`.
     """
 
     def __init__(self, *args, **kwargs):
-        kwargs.setdefault("second_moment", SideInformation(scaled=True))
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, second_moment=SideInformation(scaled=True), **kwargs)
+
+    def _take_in(self, gradient, variable):
+        """Updates v, and returns the root that the geometry was made of: it cancels."""
+        v = self.second_moments[self._get_variable_index(variable)]
+        root = self.second_moment.root(self, ops.convert_to_tensor(v))
+        super()._take_in(gradient, variable)
+        return root
+
+    def get_config(self):
+        config = super().get_config()
+        del config["second_moment"]
+        return config
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -37,10 +50,11 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
     w ← w − η·(α_t·g̃ + (1−α_t)·g_public), α_t = cos(π(t−1)/(2T)): from the private to the public.
 
     Args:
-        learning_rate: η, a float, a Keras schedule or a callable.
+        learning_rate: η, a float, a Keras schedule or a callable. Defaults to 0.01.
         steps: T, the number of steps of the training; beyond it only public gradients are used.
         clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
             see `PrivateOptimizer`.
+        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
     """
 
     needs_public = True
@@ -49,7 +63,7 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
-        if isinstance(steps, bool) or steps != int(steps) or steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
             raise ValueError(f"steps must be a positive integer, received {steps!r}.")
         self.steps = int(steps)
 
@@ -64,9 +78,8 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
         done = ops.minimum(ops.cast(self.iterations, "float32") / self.steps, 1.0)
         alpha = ops.cos(math.pi / 2 * done)
         private, public = (part.value for part in released)
-        self._apply(
-            [alpha * g + (1 - alpha) * p for g, p in zip(private, public, strict=True)]
-        )
+        mixed = [alpha * g + (1 - alpha) * p for g, p in zip(private, public, strict=True)]
+        self._apply(self._regularized(mixed))
 
     def update_step(self, gradient, variable, learning_rate):
         rate = ops.cast(learning_rate, variable.dtype)

@@ -16,6 +16,9 @@ class FakeOptimizer:
     noise_schedule: schedules.NoiseSchedule = dataclasses.field(default_factory=schedules.Constant)
     ratios: tuple = (1.0,)  # noise multiplier of each release over the optimizer's
 
+    def check_sampling(self, sampling):
+        pass
+
     def releases_for(self, noise_multiplier):
         return tuple(
             Release(query, "mean", ratio * noise_multiplier, Gaussian())
