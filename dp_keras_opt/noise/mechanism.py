@@ -55,27 +55,34 @@ class JointMoments:
 
     Attributes:
         weight: λ.
-        max_batch_size: N, a bound on the number of rows of a batch.
-        enforced: whether g is projected onto the ball of radius (N − ½)·C/B, so that the bound
-            holds for batches of any size.
+        max_batch_size: N, a bound on the number of examples in a batch.
         adjacency: the neighbouring relation that the sensitivity is for.
     """
 
     weight: float
     max_batch_size: int
-    enforced: bool
     adjacency: str
+
+    #: From this N on, `sensitivity` holds for batches of any size, by the projection.
+    SAFE_FOR_ALL_SIZES = 4
+
+    def radius(self, clip_norm, batch_size):
+        """The norm to which g is projected: what N examples reach at most."""
+        return self.max_batch_size * clip_norm / batch_size
 
     def sensitivity(self, clip_norm, batch_size):
         """S, the joint L2 sensitivity of (g, √λ·g²) (spec: adaptive.md, joint moments).
 
-        With g and g' the means of neighbouring batches: ‖g² − g'²‖ ≤ ‖g − g'‖·‖g + g'‖.
+        For batches of up to N examples: ‖g² − g'²‖ ≤ ‖g − g'‖·‖g + g'‖. For larger ones the
+        projection onto the ball of radius R = N·C/B leaves ‖g − g'‖ = r as small or makes it
+        smaller, and with s = ‖g + g'‖ and k the cosine between g − g' and g + g', Buzano's
+        inequality gives ‖g² − g'²‖² ≤ r²s²(1 + k)/2, where s² + r² + 2rsk ≤ 4R². If r ≤ R/2 that is
+        largest at k = 1, where it is r²(2R − r)²: no more than for N examples. r is at most C/B, or
+        2C/B under replace_one, so N = 4 is enough.
         """
         c, n, weight = clip_norm / batch_size, self.max_batch_size, self.weight
         if self.adjacency != "replace_one":
             return c * math.sqrt(1 + weight * ((2 * n - 1) * c) ** 2)
-        if self.enforced:
-            return 2 * c * math.sqrt(1 + weight * ((2 * n - 1) * c) ** 2)
         # One example moves by r ≤ 2C: ‖g − g'‖ = r/B and ‖g + g'‖ ≤ (2(N−1)C + √(4C²−r²))/B.
         r = np.linspace(0.0, 2 * c, 100_001)
         total = 2 * (n - 1) * c + np.sqrt(np.maximum(4 * c**2 - r**2, 0))

@@ -1,5 +1,6 @@
 """The privacy barrier: the one place where clipped sums become releasable numbers."""
 
+import math
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -66,10 +67,11 @@ def _mean_and_square(part, query, total, batch_size, alpha, step, source):
     """(g, g²) as one release of joint sensitivity S: noise σS on g, σS/√λ on g²."""
     joint = part.joint
     mean = [value / batch_size for value in total]
-    if joint.enforced:  # bounds ‖g‖ for batches of any size
-        radius = (joint.max_batch_size - 0.5) * query.clip_norm / batch_size
-        norm = tf.linalg.global_norm(mean)
-        mean = [g * tf.minimum(1.0, tf.math.divide_no_nan(radius, norm)) for g in mean]
+    # Changes nothing for batches of up to N examples, and bounds the square for larger ones.
+    radius = joint.radius(query.clip_norm, batch_size)
+    factor = radius / tf.maximum(tf.linalg.global_norm(mean), radius)
+    if not math.isinf(radius):
+        mean = [g * factor for g in mean]
     square = [tf.square(g) for g in mean]
     if part.multiplier == 0:
         return Released(mean, 0.0, square)

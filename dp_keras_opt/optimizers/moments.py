@@ -167,10 +167,10 @@ class Joint(SecondMoment):
     Args:
         weight: λ > 0, how much of the noise goes to g rather than to g².
         max_batch_size: N, a bound on the realised batch size. None where every batch has the
-            expected size or less (fixed-size sampling). Under Poisson sampling it must be given:
-            the batch mean is then projected onto the ball of radius (N − ½)·C/B, which bounds the
-            sensitivity of g² for every draw and changes nothing unless a draw comes near N
-            examples that all point the same way.
+            expected size or less (fixed-size sampling). Under Poisson sampling it must be given,
+            and be at least 4. The batch mean is projected onto the ball of radius N·C/B, which
+            bounds the sensitivity of g² for every draw, and changes nothing in draws of up to N
+            examples.
         adjacency: the neighbouring relation that S is for; it must be that of the sampling.
     """
 
@@ -187,14 +187,13 @@ class Joint(SecondMoment):
         self.adjacency = adjacency
 
     def check_sampling(self, sampling):
-        if self.max_batch_size is None and sampling.kind in (
-            "poisson",
-            "shuffled_accounted_as_poisson",
-        ):
+        least = JointMoments.SAFE_FOR_ALL_SIZES
+        if sampling.kind == "poisson" and (self.max_batch_size or 0) < least:
             raise ValueError(
-                f"second_moment={type(self).__name__} under Poisson sampling needs max_batch_size: "
-                "batches can be of any size, so the sensitivity of the squared gradient is not "
-                "bounded without it. A size that a draw hardly ever reaches costs little."
+                f"second_moment={type(self).__name__} under Poisson sampling needs a "
+                f"max_batch_size of at least {least}: batches can be of any size, so the "
+                "sensitivity of the squared gradient is not bounded without it. A size that a draw "
+                "hardly ever exceeds costs little."
             )
         if self.adjacency != sampling.noise_adjacency:
             raise ValueError(
@@ -211,16 +210,14 @@ class Joint(SecondMoment):
         return float(weight)
 
     def releases(self, rule, noise_multiplier):
-        joint = JointMoments(
-            self._weight(rule),
-            rule.batch_size if self.max_batch_size is None else self.max_batch_size,
-            self.max_batch_size is not None,
-            self.adjacency,
-        )
+        joint = JointMoments(self._weight(rule), self._largest(rule), self.adjacency)
         return (Release(0, "mean_and_square", noise_multiplier, rule.noise, joint),)
 
     def _weight(self, rule):
         return self.weight
+
+    def _largest(self, rule):
+        return rule.batch_size if self.max_batch_size is None else self.max_batch_size
 
     def receive(self, rule, released):
         self._squares = released[0].square
@@ -256,8 +253,7 @@ class Independent(Joint):
         return None  # it follows from batch size and clip norm
 
     def _weight(self, rule):
-        largest = rule.batch_size if self.max_batch_size is None else self.max_batch_size
-        return (rule.batch_size / ((2 * largest - 1) * rule.clip_norm)) ** 2
+        return (rule.batch_size / ((2 * self._largest(rule) - 1) * rule.clip_norm)) ** 2
 
     def get_config(self):
         config = super().get_config()
