@@ -195,16 +195,15 @@ def with_public(private, public, public_batch_size=None):
     count = len(keras.tree.flatten(x)[0])
     size = count if public_batch_size is None else public_batch_size
     size = _integer("public_batch_size", size, at_most=count)
-    spec = private.dataset.element_spec
-    for ours, theirs in zip(
-        keras.tree.flatten(spec[:2]), keras.tree.flatten((x, y)), strict=True
-    ):
-        if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
-            raise ValueError(
-                f"Public data of shape {tuple(theirs.shape[1:])} and dtype {theirs.dtype.name} "
-                f"stand beside private data of shape {tuple(ours.shape[1:])} and dtype "
-                f"{ours.dtype.name}. Give both the same form."
-            )
+    ours = tuple(private.dataset.element_spec[:2])
+    theirs = tf.nest.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype), (x, y))
+    try:
+        tf.nest.map_structure(_check_same_form, ours, theirs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Public data of the form {theirs} stand beside private data of the form {ours}. Give "
+            "both the same form."
+        ) from error
 
     def join(x_private, y_private, rows=None):
         chosen = tf.range(count) if size == count else tf.random.shuffle(tf.range(count))[:size]
@@ -420,6 +419,11 @@ def _check_tuple(data):
             "`data` must be a tuple (x, y) or (x, y, sample_weight), or a tf.data.Dataset of "
             f"such. Received: {what}. Without targets, as in an autoencoder, use (x, x)."
         )
+
+
+def _check_same_form(ours, theirs):
+    if ours.dtype != theirs.dtype or not ours.shape[1:].is_compatible_with(theirs.shape[1:]):
+        raise ValueError("The shapes or the types of the examples differ.")
 
 
 def _integer(name, value, at_most=None):

@@ -15,7 +15,7 @@ import tensorflow as tf
 def fresh_keras_state():
     keras.utils.set_random_seed(0)
     yield
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # a collection after each test is slow
 
 
 def one_at_a_time(model, loss, x, y, sample_weight=None):

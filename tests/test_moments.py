@@ -1,5 +1,6 @@
 """Each source of the second moment × each rule, against a float64 transcription of its formula."""
 
+import json
 import math
 
 import dp_accounting
@@ -126,7 +127,11 @@ SCALED = {"scale_then_privatize": EPSILON, "own epsilon": 0.1, "scaled noiseless
           "scaled values": EPSILON, "callable": EPSILON}  # fmt: skip
 IMPOSSIBLE = {("bias_corrected", "yogi"), ("bias_corrected", "amsgrad"), ("values", "amsgrad"),
               ("scaled values", "amsgrad"), ("callable", "amsgrad")}  # fmt: skip
-PAIRS = [(s, r) for s in SOURCES for r in RULES if (s, r) not in IMPOSSIBLE]
+
+
+def rules_for(source):
+    return [rule for rule in RULES if (source, rule) not in IMPOSSIBLE]
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noiseless.*:UserWarning")
 
@@ -181,22 +186,21 @@ def draws_of(source):
     return 2 if source in ("independent", "joint") else 1
 
 
-@pytest.mark.parametrize(("source", "rule"), PAIRS)
-def test_each_step_is_that_of_the_formula(source, rule):
-    model = linear.build(make_optimizer(source, rule))
-    weights, fed = linear.train(model, 6, draws_of(source))
-    expected = transcription(source, rule, 6, fed)
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_step_is_that_of_the_formula(source):
     assert linear.share_clipped(linear.START, CLIP) > 0.5, "the bound must bind"
-    np.testing.assert_allclose(weights, expected, rtol=2e-4, atol=2e-5)
+    for rule in rules_for(source):
+        model = linear.build(make_optimizer(source, rule))
+        weights, fed = linear.train(model, 6, draws_of(source))
+        expected = transcription(source, rule, 6, fed)
+        np.testing.assert_allclose(weights, expected, rtol=2e-4, atol=2e-5, err_msg=rule)
 
 
 @pytest.mark.parametrize("source", ["bias_corrected", "joint", "scale_then_privatize", "callable"])
 def test_a_compiled_step_is_that_of_the_formula(source):
     model = linear.build(make_optimizer(source, "adam"), run_eagerly=False, jit_compile=True)
     weights, fed = linear.train(model, 4, draws_of(source))
-    np.testing.assert_allclose(
-        weights, transcription(source, "adam", 4, fed), rtol=2e-4, atol=2e-5
-    )
+    np.testing.assert_allclose(weights, transcription(source, "adam", 4, fed), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("rule", ["adam", "rmsprop", "adagrad"])
@@ -208,10 +212,10 @@ def test_bias_correction_follows_the_noise_schedule(rule):
     np.testing.assert_allclose(weights, expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(("source", "rule"), sorted(IMPOSSIBLE))
-def test_what_has_no_meaning_is_refused(source, rule):
-    with pytest.raises(ValueError, match="linear|amsgrad"):
-        make_optimizer(source, rule)
+def test_what_has_no_meaning_is_refused():
+    for source, rule in IMPOSSIBLE:
+        with pytest.raises(ValueError, match="linear|amsgrad"):
+            make_optimizer(source, rule)
 
 
 # σ = 0 and C = ∞: Keras's own optimizers.
@@ -242,7 +246,9 @@ def test_without_noise_and_bound_it_is_keras(private, plain, options):
         ours.train_on_batch(linear.X, linear.Y)
         theirs.train_on_batch(linear.X, linear.Y)
     expected = linear.flat(theirs.trainable_variables)
-    np.testing.assert_allclose(linear.flat(ours.trainable_variables), expected, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        linear.flat(ours.trainable_variables), expected, rtol=1e-3, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("source", ["post_processing", "bias_corrected", "independent",
@@ -393,9 +399,8 @@ def test_the_adjacency_must_be_that_of_the_data():
     linear.build(right, sampling=subsets).train_on_batch(linear.X, linear.Y)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_arguments_out_of_range():
+    for make in [
         lambda: moments.Joint(0.0),
         lambda: moments.Joint(math.nan),
         lambda: moments.Joint(None),
@@ -408,11 +413,9 @@ def test_the_adjacency_must_be_that_of_the_data():
         lambda: moments.get(3),
         lambda: DPAdam(second_moment="scale_then_privatize", epsilon=0.0, **PRIVATE),
         lambda: DPRMSprop(centered=True, **PRIVATE),
-    ],
-)
-def test_arguments_out_of_range(make):
-    with pytest.raises(ValueError):
-        make()
+    ]:
+        with pytest.raises(ValueError):
+            make()
 
 
 def test_the_source_is_fixed_once_built():
@@ -556,16 +559,17 @@ def test_the_ledger_survives_json(source):
 # Serialisation and state.
 
 
-@pytest.mark.parametrize(("source", "rule"), PAIRS)
-def test_configuration_round_trip(source, rule):
-    optimizer = make_optimizer(source, rule)
-    config = optimizer.get_config()
-    again = type(optimizer).from_config(config)
-    assert again.get_config() == config
-    revived = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
-    assert type(revived) is type(optimizer)
-    assert revived.get_config() == config
-    assert revived.releases == optimizer.releases
+@pytest.mark.parametrize("source", SOURCES)
+def test_configuration_round_trip(source):
+    for rule in rules_for(source):
+        optimizer = make_optimizer(source, rule)
+        config = optimizer.get_config()
+        assert type(optimizer).from_config(config).get_config() == config
+        serialized = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
+        revived = keras.saving.deserialize_keras_object(serialized)
+        assert type(revived) is type(optimizer)
+        assert revived.get_config() == config
+        assert revived.releases == optimizer.releases
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -5,4 +5,13 @@ from dp_keras_opt.noise.gaussian import Gaussian
 from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release, get
 from dp_keras_opt.noise.release import Released, release
 
-__all__ = ["Gaussian", "JointMoments", "Mechanism", "Release", "Released", "get", "release", "schedules"]
+__all__ = [
+    "Gaussian",
+    "JointMoments",
+    "Mechanism",
+    "Release",
+    "Released",
+    "get",
+    "release",
+    "schedules",
+]

@@ -5,7 +5,7 @@ import keras
 from dp_keras_opt.optimizers import moments
 from dp_keras_opt.optimizers.adagrad import DPAdagrad
 from dp_keras_opt.optimizers.adam import DPAdam
-from dp_keras_opt.optimizers.delayed import DP2RMSprop, DP2Adagrad, DP2Yogi
+from dp_keras_opt.optimizers.delayed import DP2Adagrad, DP2RMSprop, DP2Yogi
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.public_data import PDADPMD, AdaDPS
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop

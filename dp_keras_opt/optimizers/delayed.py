@@ -25,7 +25,7 @@ _ABLATIONS = (None, "extra_query", "noise_before_preconditioning")
 
 
 def _delay(name, value):
-    phases = (value, value) if isinstance(value, numbers.Integral) else tuple(value)
+    phases = tuple(value) if isinstance(value, tuple | list) else (value, value)
     valid = len(phases) == 2 and all(
         isinstance(p, numbers.Integral) and not isinstance(p, bool) and p >= 1 for p in phases
     )

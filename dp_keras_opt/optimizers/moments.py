@@ -24,8 +24,8 @@ class SecondMoment:
     """A source of the second moment; this one is the base and the plain case.
 
     Whoever adds a source overrides what differs. `rule` is the optimizer it belongs to. The methods
-    `queries`, `receive` and `accumulate` of one step are traced one after the other; what an earlier
-    one leaves in an attribute is a tensor of that trace and of no use beyond it.
+    `queries`, `receive` and `accumulate` of one step are traced one after the other; what an
+    earlier one leaves in an attribute is a tensor of that trace, of no use beyond it.
     """
 
     #: Whether the examples are clipped in the geometry of v.

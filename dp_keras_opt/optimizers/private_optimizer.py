@@ -25,10 +25,16 @@ _REFUSED = {
 
 
 class _FrozenAtBuild:
-    """A parameter that the noise depends on: a traced graph would not notice a later change."""
+    """A parameter that the noise depends on: a traced graph would not notice a later change.
 
-    def __init__(self, check):
+    Args:
+        check: function of name and value that returns the value to keep, or raises.
+        later: whether None stands for "not set yet", which may be made good after the build.
+    """
+
+    def __init__(self, check, later=False):
         self.check = check
+        self.later = later
 
     def __set_name__(self, owner, name):
         self.name = name
@@ -44,7 +50,8 @@ class _FrozenAtBuild:
     def __set__(self, instance, value):
         value = self.check(self.name, value)
         current = vars(instance).get("_" + self.name)
-        if getattr(instance, "built", False) and current is not None:
+        unset = current is None and self.later
+        if getattr(instance, "built", False) and not unset:
             raise ValueError(
                 f"{self.name} is fixed once the optimizer is built, because the compiled training "
                 "step and the privacy ledger depend on it. Make a new optimizer and compile again."
@@ -126,7 +133,7 @@ class PrivateOptimizer:
 
     clip_norm = _FrozenAtBuild(_clip_norm)
     batch_size = _FrozenAtBuild(_batch_size)
-    noise_multiplier = _FrozenAtBuild(_noise_multiplier)
+    noise_multiplier = _FrozenAtBuild(_noise_multiplier, later=True)
     noise = _FrozenAtBuild(lambda name, value: noise.get(value))
     noise_schedule = _FrozenAtBuild(lambda name, value: noise.schedules.get(value))
     clipping = _FrozenAtBuild(_one_of("flat"))

@@ -57,7 +57,9 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
 
     def update_step(self, gradient, variable, learning_rate):
         gradient = ops.cast(gradient, variable.dtype)
-        step = ops.cast(learning_rate, variable.dtype) * gradient / self._take_in(gradient, variable)
+        step = (
+            ops.cast(learning_rate, variable.dtype) * gradient / self._take_in(gradient, variable)
+        )
         if self.momentum > 0:
             m = self._momentums[self._get_variable_index(variable)]
             self.assign(m, self.momentum * m + step)
