@@ -147,10 +147,10 @@ def test_batches_have_the_promised_shape_and_padding(data):
     block = batches.physical_batch_size
     spec = batches.dataset.element_spec
     assert spec[0].shape.as_list() == [block if block >= n else None, *inner]
-    for batch_x, batch_y, (mask, weight) in batches:
+    for batch_x, batch_y, (mask, weight, public) in batches:
         members = int(mask.numpy().sum())
         assert len(mask) == block * max(1, -(-members // block))
-        assert weight is None and mask.dtype == tf.float32
+        assert weight is None and public is None and mask.dtype == tf.float32
         np.testing.assert_array_equal(mask, np.arange(len(mask)) < members)
         indices = batch_y.numpy()
         assert len(set(indices[:members])) == members

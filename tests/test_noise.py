@@ -44,19 +44,14 @@ def assert_noise(draws, std):
     n, bound = len(z), scipy.stats.norm.isf(FALSE_ALARM / 2)
     assert n >= 800, "too few draws to tell 2/3 of the noise from all of it"
     assert abs(z.mean()) * np.sqrt(n) < bound, f"mean {z.mean()}"
-    upper, lower = (
-        scipy.stats.chi2(n).isf(FALSE_ALARM / 2),
-        scipy.stats.chi2(n).ppf(FALSE_ALARM / 2),
-    )
+    upper, lower = scipy.stats.chi2(n).isf(FALSE_ALARM / 2), scipy.stats.chi2(n).ppf(FALSE_ALARM / 2)
     assert lower < np.sum(z**2) < upper, f"{np.sqrt(np.mean(z**2))} times the std"
     assert scipy.stats.kstest(z, "norm").pvalue > FALSE_ALARM
     lags = np.arange(1, n - 400)
     spectrum = np.abs(np.fft.rfft(z, 2 * n)) ** 2
     correlation = np.fft.irfft(spectrum)[lags] / np.sqrt(n - lags)
     worst = np.argmax(np.abs(correlation))
-    bound = 1.1 * scipy.stats.norm.isf(
-        FALSE_ALARM / 2 / len(lags)
-    )  # 1.1: they are not quite normal
+    bound = 1.1 * scipy.stats.norm.isf(FALSE_ALARM / 2 / len(lags))  # 1.1: they are not quite normal
     assert abs(correlation[worst]) < bound, f"repeats after {lags[worst]} draws"
 
 
@@ -218,7 +213,9 @@ def test_the_divisor_is_the_expected_batch_size(count, chunk):
     """Example i pushes only bias i, by C: whatever `count`, that is C/B of the update."""
     inputs = keras.Input((1,))
     model = dp.DPModel(inputs, keras.layers.Dense(13)(inputs))
-    model.compile(optimizer=sgd(noise_multiplier=0.0), loss="mse", physical_batch_size=chunk)
+    model.compile(
+        optimizer=sgd(noise_multiplier=0.0), loss="mse", physical_batch_size=chunk
+    )
     model.sampling = SAMPLING
     model.set_weights([np.zeros((1, 13)), np.zeros(13)])
     before = model.layers[-1].bias.numpy()
@@ -375,15 +372,11 @@ def release(releases, queries, sums, alpha=1.0, source=None):
 
 def test_release_adds_noise_of_the_std_that_it_reports():
     queries = (Query(clip_norm=CLIP), Query(clip_norm=3.0))
-    sums = [
-        [np.arange(q + 2000.0, dtype="float32"), np.full((3, 700), 7.0, "float32")] for q in (0, 1)
-    ]
+    sums = [[np.arange(q + 2000.0, dtype="float32"), np.full((3, 700), 7.0, "float32")] for q in (0, 1)]
     gaussian = dp.noise.Gaussian()
     parts = [(0, SIGMA, CLIP), (1, 0.5, 3.0), (0, 2.0, CLIP)]  # query 0 answered twice
     releases = tuple(dp.noise.Release(q, "mean", sigma, gaussian) for q, sigma, _ in parts)
-    answers = release(
-        releases, queries, [[tf.constant(s) for s in part] for part in sums], alpha=0.5
-    )
+    answers = release(releases, queries, [[tf.constant(s) for s in part] for part in sums], alpha=0.5)
     scaled = []
     for answer, (query, sigma, clip_norm) in zip(answers, parts, strict=True):
         std = sigma * 0.5 * clip_norm / BATCH
@@ -435,13 +428,7 @@ def test_mechanisms_resolve_and_serialise():
     assert dp.noise.get(gaussian) is gaussian
     assert dp.noise.get(keras.saving.serialize_keras_object(gaussian)) == gaussian
     assert hash(gaussian) == hash(dp.noise.Gaussian()) and gaussian != "gaussian"
-    for wrong in (
-        "gauss",
-        None,
-        1.0,
-        dp.noise.Gaussian,
-        keras.saving.serialize_keras_object(sgd()),
-    ):
+    for wrong in ("gauss", None, 1.0, dp.noise.Gaussian, keras.saving.serialize_keras_object(sgd())):
         with pytest.raises(ValueError, match="noise"):
             dp.noise.get(wrong)
 
@@ -490,9 +477,7 @@ def test_no_file_holds_the_state_of_the_noise(tmp_path):
         text = archive.read("config.json").decode()
         with h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as weights:
             weights.visititems(collect)
-    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(
-        str(tmp_path / "ckpt")
-    )
+    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "ckpt"))
     reader = tf.train.load_checkpoint(saved)
     arrays += [np.asarray(reader.get_tensor(n)) for n in reader.get_variable_to_shape_map()
                if n != "_CHECKPOINTABLE_OBJECT_GRAPH"]  # fmt: skip
