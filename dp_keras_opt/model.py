@@ -186,6 +186,11 @@ class DPModel(keras.Model):
             self._sample_as(_sampling_of_arrays(call, self.optimizer))
             object.__setattr__(self, "_block", None)
         call["callbacks"] = _reports_first(call["callbacks"])
+        self._begin_segment()
+        object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
+        if not self._affordable(self.steps_per_execution):
+            self._warn_of_budget()
+            call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
         object.__setattr__(self, "_fitting", True)
         try:
             return super().fit(*bound.args, **bound.kwargs)
@@ -241,32 +246,40 @@ class DPModel(keras.Model):
                 "Private training on several replicas is not supported: the noise would be added "
                 "once per replica. Train on one device."
             )
-        if self.ledger.current is None:
-            if self._sampling is None:
-                raise ValueError(
-                    "How batches are sampled is not known, so no ε can be stated. Set "
-                    "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
-                )
-            self._sample_as(self._sampling)  # checked again: the model may be compiled anew
-            self.ledger.begin(
-                self.optimizer.releases,
-                self._sampling,
-                schedule=self.optimizer.noise_schedule,
-                clip_norm=self.optimizer.clip_norm,
-                first_step=int(self.optimizer.iterations.numpy()),
-            )
+        self._begin_segment()
         if not self._affordable(steps):
             if not self._fitting:
                 raise PrivacyBudgetError(
                     f"{steps} more training steps would exceed the privacy budget {self.budget}."
                 )
-            warnings.warn(
-                f"The privacy budget {self.budget} allows no further step: training stops.",
-                stacklevel=3,
-            )
+            self._warn_of_budget()
             self.stop_training = True
             raise StopIteration
         self.ledger.reserve(steps)
+
+    def _begin_segment(self):
+        """Opens a segment of the ledger for the next steps, where none is open."""
+        if self.ledger.current is not None:
+            return
+        if self._sampling is None:
+            raise ValueError(
+                "How batches are sampled is not known, so no ε can be stated. Set "
+                "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
+            )
+        self._sample_as(self._sampling)  # checked again: the model may be compiled anew
+        self.ledger.begin(
+            self.optimizer.releases,
+            self._sampling,
+            schedule=self.optimizer.noise_schedule,
+            clip_norm=self.optimizer.clip_norm,
+            first_step=int(self.optimizer.iterations.numpy()),
+        )
+
+    def _warn_of_budget(self):
+        warnings.warn(
+            f"The privacy budget {self.budget} allows no further step: training stops.",
+            stacklevel=3,
+        )
 
     def _affordable(self, steps):
         return self.budget is None or self.budget.affords(self.ledger, steps)
@@ -286,8 +299,7 @@ class DPModel(keras.Model):
         batch = _as_batch(data)
         plan = self._plan(batch)
         optimizer, variables = self.optimizer, self.trainable_variables
-        if not optimizer.built:
-            optimizer.build(variables)
+        optimizer.serve(variables)
         optimizer.prepare(variables)
         queries = optimizer.queries()
         sums = self._sums(batch, queries, plan)
@@ -300,20 +312,26 @@ class DPModel(keras.Model):
             step=optimizer.iterations,
             source=optimizer.noise_source,
         )
-        optimizer.update(released)
+        # The step counter then proves that a batch was used: a graph would advance it without one.
+        with tf.control_dependencies(tf.nest.flatten(sums)):
+            optimizer.update(released)
         return self.get_metrics_result()
 
     def _plan(self, batch):
         """The engines for batches of this form, checked once, before the first step."""
         leaves = tree.flatten((batch.x, batch.y, batch.sample_weight))
-        trainable = tuple(id(v) for v in self.trainable_variables)
-        form = (trainable, *((t.dtype, tuple(t.shape[1:])) for t in leaves if t is not None))
-        if form not in self._plans:
+        shapes = tuple((t.dtype, tuple(t.shape[1:])) for t in leaves if t is not None)
+
+        def form():
+            return tuple(id(v) for v in self.trainable_variables), shapes
+
+        if form() not in self._plans:
             with tf.init_scope():
-                self._plans[form] = clipping.checked_plan(self, batch)
+                plan = clipping.checked_plan(self, batch)
+                self._plans[form()] = plan  # the check has built the model
                 if self._non_finite is None:
                     object.__setattr__(self, "_non_finite", tf.Variable(0, dtype=tf.int64))
-        return self._plans[form]
+        return self._plans[form()]
 
     def _sums(self, batch, queries, plan):
         """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
@@ -334,8 +352,18 @@ class DPModel(keras.Model):
         scale = FLOAT16_LOSS_SCALE if self.compute_dtype == "float16" else 1.0
         result = clipping.clipped_sums(self, batch, queries, plan, scale)
         self._non_finite.assign_add(result.non_finite)
-        self._update_metrics(batch, result)
+        self._update_metrics(batch, result.losses, result.y_pred)
         return result.sums
+
+    def test_step(self, data):
+        """Keras's evaluation, with rows of padding counted in nothing."""
+        batch = _as_batch(data)
+        if batch.mask is None:
+            return super().test_step(data)
+        y_pred = self(batch.x, training=False)
+        losses = self.per_example_losses(batch.y, y_pred, batch.sample_weight)
+        self._update_metrics(batch, losses, y_pred)
+        return self.get_metrics_result()
 
     # Losses and metrics.
 
@@ -360,18 +388,18 @@ class DPModel(keras.Model):
             update_metrics(self._compile_metrics, y, y_pred, sample_weight, mask)
         return self.get_metrics_result()
 
-    def _update_metrics(self, batch, result):
+    def _update_metrics(self, batch, losses, y_pred):
         mask = None if batch.mask is None else tf.cast(batch.mask, tf.float32)
         regularization = sum(tf.reduce_sum(v.regularizer(v)) for v in self.trainable_variables
                              if v.regularizer is not None)  # fmt: skip
-        self._loss_tracker.update_state(result.losses + regularization, sample_weight=mask)
+        self._loss_tracker.update_state(losses + regularization, sample_weight=mask)
         if self._compile_loss.metrics:
             _, parts = per_example_losses(
-                self._compile_loss, batch.y, result.y_pred, batch.sample_weight
+                self._compile_loss, batch.y, y_pred, batch.sample_weight
             )
             for metric, part in zip(self._compile_loss.metrics, parts, strict=True):
                 metric.update_state(part, sample_weight=mask)
-        self.compute_metrics(batch.x, batch.y, result.y_pred, Rows(batch.mask, batch.sample_weight))
+        self.compute_metrics(batch.x, batch.y, y_pred, Rows(batch.mask, batch.sample_weight))
 
     @property
     def non_finite_examples(self):
@@ -535,6 +563,13 @@ def _sampling_of_arrays(call, optimizer):
         for name in ("kind", "num_examples", "batch_size")
     )
     return accounted if same else sampling
+
+
+def _budget_of(callbacks):
+    """The last `PrivacyBudget` among these callbacks, or None."""
+    callbacks = getattr(callbacks, "callbacks", callbacks) or ()
+    budgets = [callback for callback in callbacks if hasattr(callback, "affords")]
+    return budgets[-1] if budgets else None
 
 
 def _reports_first(callbacks):

@@ -134,12 +134,12 @@ class _Observation:
         self.losses = losses
         self.outputs = outputs
         self.paths = [v.path for v in model.non_trainable_variables]
-        self.states = [np.array(v) for v in model.non_trainable_variables]
+        self.states = [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
         self.added = [layer.name for layer in model._flatten_layers() if layer._losses]
 
 
 def _observe(model, forward, batch):
-    states = [np.array(v) for v in model.non_trainable_variables]
+    states = [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
     outputs = []
     leaves = [
         layer

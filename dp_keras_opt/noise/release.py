@@ -33,6 +33,9 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
 
     Returns:
         One `Released` for each of `releases`.
+
+    Raises:
+        ValueError: a sum was clipped in another norm than its noise is for.
     """
     answers = []
     for part in releases:
@@ -40,6 +43,11 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
         if part.multiplier == 0:  # without noise, also where the clip norm is infinite: 0·∞ = 0
             answers.append(Released([value / batch_size for value in total], 0.0))
             continue
+        if query.norm != part.mechanism.norm:
+            raise ValueError(
+                f"{type(part.mechanism).__name__} noise needs sums clipped in the "
+                f"{part.mechanism.norm} norm; these were clipped in the {query.norm} norm."
+            )
         scale = part.multiplier * alpha * query.clip_norm
         noise = part.mechanism.unit_noise([value.shape for value in total], source)
         answers.append(
