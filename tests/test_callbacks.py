@@ -238,7 +238,7 @@ def test_a_budget_that_allows_no_step_ends_cleanly():
         )
     _assert_steps(model, 0)
     assert history.history == {}  # not a loss of 0
-    assert ends == [None]
+    assert ends == [{}]
     assert callbacks[0].epsilon == 0.0
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)

@@ -177,9 +177,7 @@ def poisson(count, batch_size, steps, **options):
         )
 
 
-@pytest.mark.parametrize(
-    "mode", ["graph", "eager", "steps_per_execution xla", "float16"]
-)
+@pytest.mark.parametrize("mode", ["graph", "eager", "steps_per_execution xla", "float16"])
 def test_fit_on_poisson_batches_adds_one_draw_to_each_step(mode):
     """Empty draws, padding, and draws of several physical blocks among them."""
     steps, block = 6, 2
@@ -222,9 +220,7 @@ def test_the_divisor_is_the_expected_batch_size(count, chunk):
     """Example i pushes only bias i, by C: whatever `count`, that is C/B of the update."""
     inputs = keras.Input((1,))
     model = dp.DPModel(inputs, keras.layers.Dense(13)(inputs))
-    model.compile(
-        optimizer=sgd(noise_multiplier=0.0), loss="mse", physical_batch_size=chunk
-    )
+    model.compile(optimizer=sgd(noise_multiplier=0.0), loss="mse", physical_batch_size=chunk)
     model.sampling = SAMPLING
     model.set_weights([np.zeros((1, 13)), np.zeros(13)])
     before = model.layers[-1].bias.numpy()
