@@ -54,6 +54,8 @@ class PrivateStep:
         if form() not in self._plans:
             with tf.init_scope():
                 plan = clipping.checked_plan(self, batch)
+                loops = any(per_example.has_loops(layer) for layer in plan.general)
+                plan = plan._replace(sequential=bool(self.jit_compile and loops))
                 self._plans[form()] = plan  # the check has built the model
                 if self._non_finite is None:
                     object.__setattr__(self, "_non_finite", tf.Variable(0, dtype=tf.int64))

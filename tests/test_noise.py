@@ -34,12 +34,6 @@ SAMPLING = dp.accounting.Sampling.poisson(100, BATCH)
 FALSE_ALARM = 1e-9
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """Without `clear_session`, whose garbage collection takes longer than most of these tests."""
-    keras.utils.set_random_seed(0)
-
-
 def assert_noise(draws, std):
     """That `draws`, in the order they were made, are independent N(0, std²): four tests of level
     1e-9 each, for the mean, the variance, the shape, and the autocorrelation at all lags.

@@ -25,12 +25,6 @@ PRIVATE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": BATCH}
 NO_PRIVACY = {"clip_norm": math.inf, "noise_multiplier": 0.0, "batch_size": BATCH}
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """Without `clear_session`, whose garbage collection takes longer than most of these tests."""
-    keras.utils.set_random_seed(0)
-
-
 @keras.saving.register_keras_serializable(package="tests")
 class KnownNoise(dp.noise.Gaussian):
     """Stands in for the Gaussian: each draw is the same known array."""
