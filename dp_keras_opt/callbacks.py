@@ -34,6 +34,7 @@ class PrivacyReport(keras.callbacks.Callback):
         self.sampling = sampling
         self._ledger = None
         self._shown = 0.0
+        self._due = 0
 
     def on_train_begin(self, logs=None):
         _check_model(self)
@@ -45,11 +46,15 @@ class PrivacyReport(keras.callbacks.Callback):
         self._ledger = self.model.ledger
         self._shown = self.epsilon
 
+    def on_epoch_begin(self, epoch, logs=None):
+        self._due = 0
+
     def on_train_batch_end(self, batch, logs=None):
         if self.every is None:
             return
-        if (batch + 1) % self.every == 0:
-            self._shown = self.epsilon
+        due = (batch + 1) // self.every
+        if due != self._due:  # with steps_per_execution, multiples of `every` may be jumped over
+            self._due, self._shown = due, self.epsilon
         logs["epsilon"] = self._shown
 
     def on_epoch_end(self, epoch, logs=None):

@@ -1,4 +1,4 @@
-"""The private training step, and the wrapper around it that keeps the books."""
+"""The model: how it is compiled, and the wrapper around the train function that keeps the books."""
 
 import inspect
 import math
@@ -11,22 +11,18 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 
-from dp_keras_opt import clipping, noise
+from dp_keras_opt import clipping
 from dp_keras_opt.accounting import Ledger, Sampling
-from dp_keras_opt.clipping import Batch, per_example
-from dp_keras_opt.data import Batches, Rows
-from dp_keras_opt.losses import per_example_losses, update_metrics
+from dp_keras_opt.data import Batches
 from dp_keras_opt.optimizers import PrivateOptimizer
-
-#: Factor on a float16 loss: a power of two, undone before the norm is taken.
-FLOAT16_LOSS_SCALE = 2.0**10
+from dp_keras_opt.step import PrivateStep
 
 
 class PrivacyBudgetError(RuntimeError):
     """A step was asked for that the privacy budget does not allow."""
 
 
-class DPModel(keras.Model):
+class DPModel(PrivateStep, keras.Model):
     """A Keras model whose training step is differentially private.
 
     Used like `keras.Model`: `DPModel(inputs, outputs)` for a functional model, or as the base of a
@@ -134,7 +130,7 @@ class DPModel(keras.Model):
 
     @property
     def sampling(self):
-        """How batches are sampled: set by `fit`, and to be set before `train_on_batch`."""
+        """The `Sampling` of the batches, set by `fit`, and to be set before `train_on_batch`."""
         return self._sampling
 
     @sampling.setter
@@ -187,6 +183,11 @@ class DPModel(keras.Model):
             self._sample_as(_sampling_of_arrays(call, self.optimizer))
             object.__setattr__(self, "_block", None)
         call["callbacks"] = _reports_first(call["callbacks"])
+        self._begin_segment()
+        object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
+        if not self._affordable(self.steps_per_execution):
+            self._warn_of_budget()
+            call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
         object.__setattr__(self, "_fitting", True)
         try:
             return super().fit(*bound.args, **bound.kwargs)
@@ -242,32 +243,40 @@ class DPModel(keras.Model):
                 "Private training on several replicas is not supported: the noise would be added "
                 "once per replica. Train on one device."
             )
-        if self.ledger.current is None:
-            if self._sampling is None:
-                raise ValueError(
-                    "How batches are sampled is not known, so no ε can be stated. Set "
-                    "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
-                )
-            self._sample_as(self._sampling)  # checked again: the model may be compiled anew
-            self.ledger.begin(
-                self.optimizer.releases,
-                self._sampling,
-                schedule=self.optimizer.noise_schedule,
-                clip_norm=self.optimizer.clip_norm,
-                first_step=int(self.optimizer.iterations.numpy()),
-            )
+        self._begin_segment()
         if not self._affordable(steps):
             if not self._fitting:
                 raise PrivacyBudgetError(
                     f"{steps} more training steps would exceed the privacy budget {self.budget}."
                 )
-            warnings.warn(
-                f"The privacy budget {self.budget} allows no further step: training stops.",
-                stacklevel=3,
-            )
+            self._warn_of_budget()
             self.stop_training = True
             raise StopIteration
         self.ledger.reserve(steps)
+
+    def _begin_segment(self):
+        """Opens a segment of the ledger for the next steps, where none is open."""
+        if self.ledger.current is not None:
+            return
+        if self._sampling is None:
+            raise ValueError(
+                "How batches are sampled is not known, so no ε can be stated. Set "
+                "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
+            )
+        self._sample_as(self._sampling)  # checked again: the model may be compiled anew
+        self.ledger.begin(
+            self.optimizer.releases,
+            self._sampling,
+            schedule=self.optimizer.noise_schedule,
+            clip_norm=self.optimizer.clip_norm,
+            first_step=int(self.optimizer.iterations.numpy()),
+        )
+
+    def _warn_of_budget(self):
+        warnings.warn(
+            f"The privacy budget {self.budget} allows no further step: training stops.",
+            stacklevel=3,
+        )
 
     def _affordable(self, steps):
         return self.budget is None or self.budget.affords(self.ledger, steps)
@@ -279,114 +288,6 @@ class DPModel(keras.Model):
         executed = int(self.optimizer.iterations.numpy()) - before
         if 0 <= executed <= reserved:
             self.ledger.settle(reserved, executed)
-
-    # The step.
-
-    def train_step(self, data):
-        """One logical batch: clip each example, sum, add noise, update (docs: concepts)."""
-        batch = _as_batch(data)
-        plan = self._plan(batch)
-        optimizer, variables = self.optimizer, self.trainable_variables
-        if optimizer.needs_public and batch.public is None:
-            raise ValueError(
-                f"{type(optimizer).__name__} needs public rows in every batch, as it is configured "
-                "here. Add them: dp_keras_opt.data.with_public(batches, public)."
-            )
-        if not optimizer.built:
-            optimizer.build(variables)
-        optimizer.prepare(variables)
-        queries = optimizer.queries()
-        sums = self._sums(batch, queries, plan)
-        released = noise.release(
-            optimizer.releases,
-            queries,
-            sums,
-            batch_size=optimizer.batch_size,
-            alpha=optimizer.noise_schedule.alpha(optimizer.iterations),
-            step=optimizer.iterations,
-            source=optimizer.noise_source,
-        )
-        optimizer.update(released)
-        return self.get_metrics_result()
-
-    def _plan(self, batch):
-        """The engines for batches of this form, checked once, before the first step."""
-        leaves = tree.flatten((batch.x, batch.y, batch.sample_weight))
-        trainable = tuple(id(v) for v in self.trainable_variables)
-        form = (trainable, *((t.dtype, tuple(t.shape[1:])) for t in leaves if t is not None))
-        if form not in self._plans:
-            with tf.init_scope():
-                self._plans[form] = clipping.checked_plan(self, batch)
-                if self._non_finite is None:
-                    object.__setattr__(self, "_non_finite", tf.Variable(0, dtype=tf.int64))
-        return self._plans[form]
-
-    def _sums(self, batch, queries, plan):
-        """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
-        limits = (self.physical_batch_size or self._block, per_example.max_rows(plan.general))
-        size = min((limit for limit in limits if limit is not None), default=None)
-        if size is None or (batch.rows is not None and batch.rows <= size):
-            return self._chunk_sums(batch, queries, plan)
-        chunks, count = _chunks(batch, size)
-        first = self._chunk_sums(chunks(0), queries, plan)
-
-        def add_next(index, sums):
-            more = self._chunk_sums(chunks(index), queries, plan)
-            return index + 1, tf.nest.map_structure(tf.add, sums, more)
-
-        return tf.while_loop(lambda index, _: index < count, add_next, (1, first))[1]
-
-    def _chunk_sums(self, batch, queries, plan):
-        scale = FLOAT16_LOSS_SCALE if self.compute_dtype == "float16" else 1.0
-        result = clipping.clipped_sums(self, batch, queries, plan, scale)
-        self._non_finite.assign_add(result.non_finite)
-        self._update_metrics(batch, result)
-        return result.sums
-
-    # Losses and metrics.
-
-    def per_example_losses(self, y, y_pred, sample_weight=None):
-        """The loss of each example, (B,), without regularisers."""
-        if self._compile_loss is None:
-            raise ValueError("No loss to compute. Pass `loss` to compile().")
-        return per_example_losses(self._compile_loss, y, y_pred, sample_weight)[0]
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        """Keras's loss over a batch, for evaluation; training takes it per example."""
-        if isinstance(sample_weight, Rows):
-            sample_weight = sample_weight.sample_weight
-        return super().compute_loss(x, y, y_pred, sample_weight, training)
-
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        """Updates the compiled metrics; rows of padding count in none of them."""
-        mask = None
-        if isinstance(sample_weight, Rows):
-            sample_weight, mask = sample_weight.sample_weight, sample_weight.mask
-        if self._compile_metrics is not None:
-            update_metrics(self._compile_metrics, y, y_pred, sample_weight, mask)
-        return self.get_metrics_result()
-
-    def _update_metrics(self, batch, result):
-        mask = None if batch.mask is None else tf.cast(batch.mask, tf.float32)
-        regularization = sum(tf.reduce_sum(v.regularizer(v)) for v in self.trainable_variables
-                             if v.regularizer is not None)  # fmt: skip
-        self._loss_tracker.update_state(result.losses + regularization, sample_weight=mask)
-        if self._compile_loss.metrics:
-            _, parts = per_example_losses(
-                self._compile_loss, batch.y, result.y_pred, batch.sample_weight
-            )
-            for metric, part in zip(self._compile_loss.metrics, parts, strict=True):
-                metric.update_state(part, sample_weight=mask)
-        self.compute_metrics(batch.x, batch.y, result.y_pred, Rows(batch.mask, batch.sample_weight))
-
-    @property
-    def non_finite_examples(self):
-        """How many examples contributed zero because their gradient was NaN or infinite.
-
-        This count depends on the data without noise: it is for the owner of the data, and is in no
-        log or saved file.
-        """
-        return 0 if self._non_finite is None else int(self._non_finite.numpy())
 
     def _report_non_finite(self):
         if self._non_finite is not None and self.non_finite_examples:
@@ -474,48 +375,6 @@ def make_private(model):
     return PrivateWrapper(model, name=model.name)
 
 
-def _as_batch(data):
-    """The (x, y[, sample_weight or Rows]) that Keras hands to `train_step`, as a `Batch`."""
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    mask = public = None
-    if isinstance(weight, Rows):
-        mask, public = tf.cast(weight.mask, tf.bool), weight.public
-        weight = weight.sample_weight
-    x, y, weight = _map(tf.convert_to_tensor, (x, y, weight))
-    return Batch(x, y, weight, mask, public)
-
-
-def _map(function, structure):
-    """`function` of every leaf of a structure that is not None."""
-    return tree.map_structure(lambda t: None if t is None else function(t), structure)
-
-
-def _chunks(batch, size):
-    """Cuts a batch into blocks of `size` rows, the last one padded.
-
-    Returns:
-        (function of an index that gives that block as a `Batch`, number of blocks).
-    """
-    total = batch.rows or tf.shape(tree.flatten(batch.x)[0])[0]
-    count = -(-total // size)
-    mask = tf.ones((total,), tf.bool) if batch.mask is None else batch.mask
-
-    def pad(tensor):
-        return tf.pad(tensor, [(0, count * size - total)] + [(0, 0)] * (tensor.shape.rank - 1))
-
-    padded = _map(pad, tuple(batch._replace(mask=mask)))
-
-    def chunk(index):
-        def block(tensor):  # XLA needs the size of a slice to be static
-            begin = [index * size, *[0] * (tensor.shape.rank - 1)]
-            part = tf.slice(tensor, begin, tf.concat([[size], tf.shape(tensor)[1:]], axis=0))
-            return tf.ensure_shape(part, (size, *tensor.shape[1:]))
-
-        return Batch(*_map(block, padded))
-
-    return chunk, count
-
-
 def _sampling_of_arrays(call, optimizer):
     """The sampling of arrays given to `fit`: epochs over a shuffled data set."""
     leaves = tree.flatten(call["x"])
@@ -542,6 +401,13 @@ def _sampling_of_arrays(call, optimizer):
         for name in ("kind", "num_examples", "batch_size")
     )
     return accounted if same else sampling
+
+
+def _budget_of(callbacks):
+    """The last `PrivacyBudget` among these callbacks, or None."""
+    callbacks = getattr(callbacks, "callbacks", callbacks) or ()
+    budgets = [callback for callback in callbacks if hasattr(callback, "affords")]
+    return budgets[-1] if budgets else None
 
 
 def _reports_first(callbacks):

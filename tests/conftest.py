@@ -12,10 +12,8 @@ import tensorflow as tf
 
 
 @pytest.fixture(autouse=True)
-def fresh_keras_state():
+def seeded():
     keras.utils.set_random_seed(0)
-    yield
-    keras.backend.clear_session(free_memory=False)  # a collection after each test is slow
 
 
 def one_at_a_time(model, loss, x, y, sample_weight=None):

@@ -44,14 +44,15 @@ def assert_noise(draws, std):
     n, bound = len(z), scipy.stats.norm.isf(FALSE_ALARM / 2)
     assert n >= 800, "too few draws to tell 2/3 of the noise from all of it"
     assert abs(z.mean()) * np.sqrt(n) < bound, f"mean {z.mean()}"
-    upper, lower = scipy.stats.chi2(n).isf(FALSE_ALARM / 2), scipy.stats.chi2(n).ppf(FALSE_ALARM / 2)
-    assert lower < np.sum(z**2) < upper, f"{np.sqrt(np.mean(z**2))} times the std"
+    chi2 = scipy.stats.chi2(n)
+    within = chi2.ppf(FALSE_ALARM / 2) < np.sum(z**2) < chi2.isf(FALSE_ALARM / 2)
+    assert within, f"{np.sqrt(np.mean(z**2))} times the std"
     assert scipy.stats.kstest(z, "norm").pvalue > FALSE_ALARM
     lags = np.arange(1, n - 400)
     spectrum = np.abs(np.fft.rfft(z, 2 * n)) ** 2
     correlation = np.fft.irfft(spectrum)[lags] / np.sqrt(n - lags)
     worst = np.argmax(np.abs(correlation))
-    bound = 1.1 * scipy.stats.norm.isf(FALSE_ALARM / 2 / len(lags))  # 1.1: they are not quite normal
+    bound = 1.1 * scipy.stats.norm.isf(FALSE_ALARM / 2 / len(lags))  # 1.1: not quite normal
     assert abs(correlation[worst]) < bound, f"repeats after {lags[worst]} draws"
 
 
@@ -68,6 +69,7 @@ def build(units=DIM, optimizer=None, **compiled):
     inputs = keras.Input((DIM,))
     outputs = keras.layers.Dense(units)(keras.layers.Dense(units, activation="tanh")(inputs))
     model = dp.DPModel(inputs, outputs)
+    compiled = {"jit_compile": False} | compiled
     model.compile(optimizer=optimizer or sgd(), loss="mse", **compiled)
     model.sampling = dp.accounting.Sampling.poisson(100, model.optimizer.batch_size)
     return model
@@ -143,7 +145,7 @@ MODES = {
     "xla": {"jit_compile": True},
     "eager": {"run_eagerly": True},
     "chunks": {"physical_batch_size": 2},
-    "chunks xla": {"physical_batch_size": 2, "jit_compile": True},
+    "chunks xla": {"physical_batch_size": 8, "jit_compile": True},
     "bfloat16": {"policy": "mixed_bfloat16"},
     "float16": {"policy": "mixed_float16", "physical_batch_size": 4},
 }
@@ -151,32 +153,32 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_train_on_batch_adds_one_draw_whatever_the_batch_size(mode):
-    compiled = {"jit_compile": False} | MODES[mode]
+    compiled = dict(MODES[mode])
     with precision(compiled.pop("policy", "float32")):
         model = build(**compiled)
-        steps = [noise_of_step(model, count) for count in (1, 5, 13)]
+        steps = [noise_of_step(model, count) for count in (1, 13)]
     for step in steps:  # each step on its own: a batch of 13 has no other noise than one of 1
         assert_exactly(step, STD)
     assert_noise(np.concatenate(steps), STD)
-    assert model.optimizer.iterations.numpy() == model.ledger.steps == 3
+    assert model.optimizer.iterations.numpy() == model.ledger.steps == 2
 
 
 def poisson(count, batch_size, steps, **options):
     x, y = rows(count)
     with pytest.warns(UserWarning, match="seed"):
         return dp.data.poisson_batches(
-            (x, y, np.zeros(count, "float32")), batch_size, steps, seed=3, **options
+            (x, y, np.zeros(count, "float32")), batch_size, steps, seed=6, **options
         )
 
 
-@pytest.mark.parametrize(
-    "mode", ["graph", "xla", "eager", "steps_per_execution", "steps_per_execution xla", "float16"]
-)
+@pytest.mark.parametrize("mode", ["graph", "eager", "steps_per_execution xla", "float16"])
 def test_fit_on_poisson_batches_adds_one_draw_to_each_step(mode):
     """Empty draws, padding, and draws of several physical blocks among them."""
-    steps, block = 12, 2
-    sizes = [int(r.mask.numpy().sum()) for _, _, r in poisson(20, 2, steps, physical_batch_size=2)]
-    assert min(sizes) == 0 and max(sizes) > block and any(size % block for size in sizes)
+    steps, block = 6, 2
+    twin = poisson(20, 2, steps, physical_batch_size=block)
+    for _ in range(3):  # whichever iteration Keras takes: it abandons some
+        sizes = [int(r.mask.numpy().sum()) for _, _, r in twin]
+        assert min(sizes) == 0 and max(sizes) > block and any(size % block for size in sizes)
     compiled = {"jit_compile": "xla" in mode, "run_eagerly": mode == "eager"}
     together = 3 if "steps_per_execution" in mode else 1
     recorded = Updates()
@@ -207,15 +209,12 @@ def test_noise_does_not_depend_on_the_gradients(normalize):
     assert_exactly(flat(models[0]) - flat(models[1]), STD * np.sqrt(2))
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
-@pytest.mark.parametrize("count", [0, 1, 3, 13])
+@pytest.mark.parametrize("count, chunk", [(0, None), (1, 2), (13, None), (13, 2)])
 def test_the_divisor_is_the_expected_batch_size(count, chunk):
     """Example i pushes only bias i, by C: whatever `count`, that is C/B of the update."""
     inputs = keras.Input((1,))
     model = dp.DPModel(inputs, keras.layers.Dense(13)(inputs))
-    model.compile(
-        optimizer=sgd(noise_multiplier=0.0), loss="mse", physical_batch_size=chunk
-    )
+    model.compile(optimizer=sgd(noise_multiplier=0.0), loss="mse", physical_batch_size=chunk)
     model.sampling = SAMPLING
     model.set_weights([np.zeros((1, 13)), np.zeros(13)])
     before = model.layers[-1].bias.numpy()
@@ -245,12 +244,7 @@ def test_optimizers_and_fits_never_share_noise():
         model = build()
         for _ in range(2):
             recorded = Updates()
-            data = dp.data.assume_sampling(
-                tf.data.Dataset.from_tensors((*rows(3), np.zeros(3, "float32"))).repeat(2), SAMPLING
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # fixed batches that are called Poisson
-                model.fit(data, verbose=0, callbacks=[recorded])
+            model.fit(poisson(20, BATCH, 2), verbose=0, callbacks=[recorded])
             assert len(recorded.updates) == 2
             draws += recorded.updates
     assert_noise(np.concatenate(draws), STD)
@@ -340,10 +334,10 @@ def test_schedule_is_fixed_in_advance():
     np.testing.assert_array_equal(schedule.alphas(0, 3), np.ones(3))
 
 
-@pytest.mark.parametrize("values", [[], [[1.0]], [1.0, 0.0], [-1.0], [np.nan], [np.inf], [1e-60]])
-def test_bad_schedules_are_refused(values):
-    with pytest.raises(ValueError, match="schedule"):
-        schedules.Fixed(values)
+def test_bad_schedules_are_refused():
+    for values in [[], [[1.0]], [1.0, 0.0], [-1.0], [np.nan], [np.inf], [1e-60]]:
+        with pytest.raises(ValueError, match="schedule"):
+            schedules.Fixed(values)
 
 
 def test_schedules_resolve_and_serialise():
@@ -372,11 +366,12 @@ def release(releases, queries, sums, alpha=1.0, source=None):
 
 def test_release_adds_noise_of_the_std_that_it_reports():
     queries = (Query(clip_norm=CLIP), Query(clip_norm=3.0))
-    sums = [[np.arange(q + 2000.0, dtype="float32"), np.full((3, 700), 7.0, "float32")] for q in (0, 1)]
+    sums = [[np.arange(q + 2000.0), np.full((3, 700), 7.0)] for q in (0, 1)]
     gaussian = dp.noise.Gaussian()
     parts = [(0, SIGMA, CLIP), (1, 0.5, 3.0), (0, 2.0, CLIP)]  # query 0 answered twice
     releases = tuple(dp.noise.Release(q, "mean", sigma, gaussian) for q, sigma, _ in parts)
-    answers = release(releases, queries, [[tf.constant(s) for s in part] for part in sums], alpha=0.5)
+    tensors = [[tf.constant(s, tf.float32) for s in part] for part in sums]
+    answers = release(releases, queries, tensors, alpha=0.5)
     scaled = []
     for answer, (query, sigma, clip_norm) in zip(answers, parts, strict=True):
         std = sigma * 0.5 * clip_norm / BATCH
@@ -428,7 +423,8 @@ def test_mechanisms_resolve_and_serialise():
     assert dp.noise.get(gaussian) is gaussian
     assert dp.noise.get(keras.saving.serialize_keras_object(gaussian)) == gaussian
     assert hash(gaussian) == hash(dp.noise.Gaussian()) and gaussian != "gaussian"
-    for wrong in ("gauss", None, 1.0, dp.noise.Gaussian, keras.saving.serialize_keras_object(sgd())):
+    optimizer = keras.saving.serialize_keras_object(sgd())
+    for wrong in ("gauss", None, 1.0, dp.noise.Gaussian, optimizer):
         with pytest.raises(ValueError, match="noise"):
             dp.noise.get(wrong)
 
@@ -477,8 +473,8 @@ def test_no_file_holds_the_state_of_the_noise(tmp_path):
         text = archive.read("config.json").decode()
         with h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as weights:
             weights.visititems(collect)
-    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "ckpt"))
-    reader = tf.train.load_checkpoint(saved)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    reader = tf.train.load_checkpoint(checkpoint.write(str(tmp_path / "ckpt")))
     arrays += [np.asarray(reader.get_tensor(n)) for n in reader.get_variable_to_shape_map()
                if n != "_CHECKPOINTABLE_OBJECT_GRAPH"]  # fmt: skip
     assert len(arrays) > 8

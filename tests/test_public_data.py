@@ -150,6 +150,16 @@ def test_public_data_costs_nothing_and_the_statement_says_that_it_was_used(make)
     assert again.statement(1e-5) == ledger.statement(1e-5)
 
 
+def test_a_private_sum_is_never_released_as_public():
+    class Leaky(PDADPMD):
+        def queries(self):
+            return (self.query(), self.query())
+
+    model = linear.build(Leaky(steps=4, **PRIVATE))
+    with pytest.raises(ValueError, match="private rows"):
+        train(model, 1)
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_batches_without_public_rows_are_refused(make):
     model = linear.build(make())

@@ -82,7 +82,7 @@ def compose(segments, delta, accountant="rdp"):
     _check_name(accountant)
     _check_composable(segments)
     accountants = {}
-    with _quiet():
+    with quiet():
         for segment in segments:
             relation = _relation(segment.sampling)
             if relation not in accountants:
@@ -106,7 +106,7 @@ def _check_name(name):
 
 
 @contextlib.contextmanager
-def _quiet():
+def quiet():
     """Drops the log line for each Rényi order that does not converge.
 
     dp_accounting leaves such orders out, which can only raise epsilon, and says so at every

@@ -6,7 +6,7 @@ import numbers
 
 import dp_accounting
 
-from dp_keras_opt.accounting.accountant import check_delta, compose, make_accountant
+from dp_keras_opt.accounting.accountant import check_delta, compose, make_accountant, quiet
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.ledger import Segment, check_sampling
 from dp_keras_opt.accounting.sampling import whole_number
@@ -85,10 +85,11 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         return math.exp(found)
 
     # Many distinct factors and PLD are slow to price: search near the rough answer.
-    multiplier = search("rdp", _ROUGHLY, 1.0, 2.0)
-    constant = isinstance(schedule, schedules.Constant)
-    if accountant != "rdp" or not constant:
-        multiplier = search(accountant, MAX_DISTINCT, multiplier, 1.1)
+    with quiet():
+        multiplier = search("rdp", _ROUGHLY, 1.0, 2.0)
+        constant = isinstance(schedule, schedules.Constant)
+        if accountant != "rdp" or not constant:
+            multiplier = search(accountant, MAX_DISTINCT, multiplier, 1.1)
     while compose([segment(multiplier)], delta, accountant) > epsilon:
         multiplier *= 1 + _TOLERANCE
     optimizer.noise_multiplier = multiplier

@@ -20,10 +20,12 @@ class Plan(NamedTuple):
     Attributes:
         ruled: layers served by their rule.
         general: layers (or the whole model) run one example at a time, vectorised.
+        sequential: whether these take the examples one after another instead.
     """
 
     ruled: tuple
     general: tuple
+    sequential: bool = False
 
 
 class Call(NamedTuple):
@@ -76,7 +78,7 @@ def recording(plan, rows):
             patches.enter_context(_patched(layer, "call", _recorder(layer, calls)))
         for layer in plan.general:
             patches.enter_context(
-                _patched(layer, "call", _per_example_recorder(layer, calls, rows))
+                _patched(layer, "call", _per_example_recorder(layer, calls, rows, plan.sequential))
             )
         yield calls
 
@@ -119,11 +121,11 @@ def _recorder(layer, calls):
     return call
 
 
-def _per_example_recorder(layer, calls, rows):
+def _per_example_recorder(layer, calls, rows, sequential):
     forward = layer.call
 
     def call(*args, **kwargs):
-        outputs, copies = per_example.call(layer, forward, rows, args, kwargs)
+        outputs, copies = per_example.call(layer, forward, rows, args, kwargs, sequential)
         for variable, copy in copies:
             calls.append(
                 Call(copy, lambda g, variable=variable: [(variable, Materialized(g))], copy)

@@ -36,13 +36,18 @@ def is_unit(layer):
     return isinstance(layer, LOOPS) or owns_variables(layer)
 
 
+def has_loops(layer):
+    """Whether the layer, or one inside it, runs others in a loop; XLA cannot vectorise that."""
+    return any(isinstance(part, LOOPS) for part in layer._flatten_layers())
+
+
 def max_rows(layers):
     """How many rows fit in `MEMORY` when each has copies of the variables of `layers`."""
     numbers = sum(math.prod(v.shape) for layer in layers for v in layer.trainable_variables)
     return None if not numbers else max(1, MEMORY // (4 * numbers))
 
 
-def call(layer, forward, rows, args, kwargs):
+def call(layer, forward, rows, args, kwargs, sequential=False):
     """Runs `forward`, the layer's own `call`, on each example of the batch alone.
 
     Args:
@@ -50,6 +55,8 @@ def call(layer, forward, rows, args, kwargs):
         forward: its unpatched `call`.
         rows: number of rows of the batch, None if it is not static.
         args, kwargs: the arguments of the call; tensors with `rows` rows are split.
+        sequential: one example after another, in a loop, where XLA cannot compile a vectorised
+            loop.
 
     Returns:
         (outputs of the layer for the batch, list of (variable, its copies (rows, *shape))).
@@ -64,7 +71,7 @@ def call(layer, forward, rows, args, kwargs):
         )
     count = tf.shape(flat[batched[0]])[0] if rows is None else rows
     copies = [tf.repeat(tf.convert_to_tensor(v)[None], count, axis=0) for v in variables]
-    structure = []
+    structure, has_mask = [], []
 
     def one_example(slices):
         leaves = list(flat)
@@ -75,11 +82,20 @@ def call(layer, forward, rows, args, kwargs):
         with keras.StatelessScope(state_mapping=own_weights):
             outputs = forward(*one_args, **one_kwargs)
         structure[:] = [outputs]
-        return [tf.squeeze(leaf, 0) for leaf in tree.flatten(outputs) if leaf is not None]
+        leaves = [leaf for leaf in tree.flatten(outputs) if leaf is not None]
+        masks = [getattr(leaf, "_keras_mask", None) for leaf in leaves]
+        has_mask[:] = [mask is not None for mask in masks]
+        return [tf.squeeze(t, 0) for t in (*leaves, *masks) if t is not None]
 
     slices = {"leaves": [flat[i] for i in batched], "copies": copies}
-    outputs = iter(tf.vectorized_map(one_example, slices))
+    mapping = keras.ops.map if sequential else tf.vectorized_map
+    results = mapping(one_example, slices)
     _advance_seeds(layer)
+    outputs, masks = results[: len(has_mask)], iter(results[len(has_mask) :])
+    for output, masked in zip(outputs, has_mask, strict=True):
+        if masked:
+            output._keras_mask = next(masks)
+    outputs = iter(outputs)
     packed = tree.map_structure(lambda leaf: None if leaf is None else next(outputs), structure[0])
     return packed, list(zip(variables, copies, strict=True))
 

@@ -84,8 +84,8 @@ def _compare(model, batch, plan):
         for variable, factor, reference in zip(variables, factors, expected, strict=True):
             any_gradient |= reference is not None
             zeros = np.zeros(variable.shape, np.float32)
-            reference = zeros if reference is None else np.array(tf.convert_to_tensor(reference))
-            result = zeros if factor is None else np.array(factor.weighted_sum(row))
+            reference = zeros if reference is None else tf.convert_to_tensor(reference).numpy()
+            result = zeros if factor is None else factor.weighted_sum(row).numpy()
             error = np.abs(result - reference).max(initial=0.0)
             if not error <= tolerance * np.abs(reference).max(initial=0.0) + 1e-6:
                 wrong.append(variable.path)

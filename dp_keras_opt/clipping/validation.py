@@ -59,13 +59,22 @@ def fix(model):
             "clipping.fix needs a functional or Sequential model. In a subclassed model, replace "
             "BatchNormalization by GroupNormalization in the code."
         )
-    fixed = keras.models.clone_model(model, clone_function=_without_batch_statistics)
+    options = {"clone_function": _without_batch_statistics}
+    if not isinstance(model, keras.Sequential):
+        options["call_function"] = _call_without_mask
+    fixed = keras.models.clone_model(model, **options)
     originals = {layer.name: layer for layer in model._flatten_layers(include_self=False)}
     for layer in fixed._flatten_layers(include_self=False):
         original = originals.get(layer.name)
         if type(original) is type(layer) and not hasattr(layer, "layers"):
             layer.set_weights(original.get_weights())
     return fixed
+
+
+def _call_without_mask(layer, *args, **kwargs):
+    if isinstance(layer, keras.layers.GroupNormalization):  # takes none of the other's arguments
+        return layer(args[0])
+    return layer(*args, **kwargs)
 
 
 def _without_batch_statistics(layer):
@@ -97,6 +106,9 @@ def check_independence(model, forward, batch, changed):
         ValueError: the outputs of a layer, or the losses, of other rows changed; a variable took a
             value that depends on the data; or a layer adds a loss that depends on the data.
     """
+    if not all(layer.built for layer in model._flatten_layers()):
+        forward(batch)  # building calls layers more often, and makes variables and layers
+        validate(model)
     first, second = _observe(model, forward, batch), _observe(model, forward, changed)
     rows = keras.tree.flatten(batch.x)[0].shape[0]
     if first.losses.shape != (rows,):
@@ -134,12 +146,12 @@ class _Observation:
         self.losses = losses
         self.outputs = outputs
         self.paths = [v.path for v in model.non_trainable_variables]
-        self.states = [np.array(v) for v in model.non_trainable_variables]
+        self.states = [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
         self.added = [layer.name for layer in model._flatten_layers() if layer._losses]
 
 
 def _observe(model, forward, batch):
-    states = [np.array(v) for v in model.non_trainable_variables]
+    states = [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
     outputs = []
     leaves = [
         layer

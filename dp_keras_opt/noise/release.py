@@ -36,6 +36,10 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
 
     Returns:
         One `Released` for each of `releases`.
+
+    Raises:
+        ValueError: a sum was clipped in another norm than its noise is for, or a sum over private
+            rows would be released as public.
     """
     answers = []
     for part in releases:
@@ -43,15 +47,18 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
             answers.append(Released([], 0.0))
             continue
         query, total = queries[part.query], sums[part.query]
+        if part.statistic == "public_mean":  # the engine has divided by the number of public rows
+            if query.rows != "public":
+                raise ValueError("A sum over private rows cannot be released as a public mean.")
+            answers.append(Released(list(total), 0.0))
+            continue
         if part.statistic == "mean_and_square":
             answers.append(_mean_and_square(part, query, total, batch_size, alpha, step, source))
-            continue
-        if part.statistic == "public_mean":  # the engine has divided by the number of public rows
-            answers.append(Released(list(total), 0.0))
             continue
         if part.multiplier == 0:  # without noise, also where the clip norm is infinite: 0·∞ = 0
             answers.append(Released([value / batch_size for value in total], 0.0))
             continue
+        _check_norm(part, query.norm)
         scale = part.multiplier * alpha * query.clip_norm
         noise = part.mechanism.unit_noise([value.shape for value in total], source)
         answers.append(
@@ -61,6 +68,14 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
             )
         )
     return answers
+
+
+def _check_norm(part, norm):
+    if norm != part.mechanism.norm:
+        raise ValueError(
+            f"{type(part.mechanism).__name__} noise needs sums clipped in the "
+            f"{part.mechanism.norm} norm; these were clipped in the {norm} norm."
+        )
 
 
 def _mean_and_square(part, query, total, batch_size, alpha, step, source):
@@ -75,6 +90,7 @@ def _mean_and_square(part, query, total, batch_size, alpha, step, source):
     square = [tf.square(g) for g in mean]
     if part.multiplier == 0:
         return Released(mean, 0.0, square)
+    _check_norm(part, query.norm)
     scale = part.multiplier * alpha * joint.sensitivity(query.clip_norm, batch_size)
     shapes = [g.shape for g in mean]
     on_mean = part.mechanism.unit_noise(shapes, source)

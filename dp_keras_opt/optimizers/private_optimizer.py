@@ -173,6 +173,20 @@ class PrivateOptimizer:
         # A plain object behind Keras's tracking: the state of the noise is never saved.
         object.__setattr__(self, "noise_source", NoiseSource(seed))
 
+    def serve(self, variables):
+        """Builds the optimizer for these variables, or checks that it was built for them.
+
+        Raises:
+            ValueError: it was built for others: statistics and variables would be mixed up.
+        """
+        if not self.built:
+            self.build(variables)
+        if [id(v) for v in self._trainable_variables] != [id(v) for v in variables]:
+            raise ValueError(
+                f"This {type(self).__name__} was built for other variables: it served another "
+                "model, or layers were frozen or unfrozen since. Compile with a new optimizer."
+            )
+
     # What is asked of the data.
 
     def check_sampling(self, sampling):

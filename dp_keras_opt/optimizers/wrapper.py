@@ -22,7 +22,26 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
             accumulates the batch gradient itself.
     """
 
-    def __init__(self, optimizer, *, clip_norm, batch_size, name=None, **kwargs):
+    def __init__(
+        self,
+        optimizer,
+        *,
+        clip_norm,
+        batch_size,
+        noise_multiplier=None,
+        noise="gaussian",
+        noise_schedule=None,
+        clipping="flat",
+        normalize=False,
+        seed=None,
+        name=None,
+        **kwargs,
+    ):
+        if kwargs:
+            raise ValueError(
+                f"DPOptimizer does not take {', '.join(kwargs)}. What is not about privacy is set "
+                "on the inner optimizer."
+            )
         inner = keras.optimizers.get(optimizer)
         if isinstance(inner, PrivateOptimizer | keras.optimizers.LossScaleOptimizer):
             raise ValueError(f"{type(inner).__name__} cannot be wrapped; pass a plain optimizer.")
@@ -32,11 +51,16 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
             if getattr(inner, argument, None):
                 raise ValueError(f"The inner optimizer has {argument} set: {reason}.")
         super().__init__(
-            learning_rate=lambda: inner.learning_rate,
+            learning_rate=0.0,  # unused: the inner optimizer has its own
             clip_norm=clip_norm,
             batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            noise=noise,
+            noise_schedule=noise_schedule,
+            clipping=clipping,
+            normalize=normalize,
+            seed=seed,
             name=name,
-            **kwargs,
         )
         self.inner = inner
 
@@ -57,6 +81,9 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate):
         self.inner.learning_rate = learning_rate
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        self.inner.exclude_from_weight_decay(var_list, var_names)
 
     def update(self, released):
         self.inner.apply(self._regularized(released[0].value), self._trainable_variables)

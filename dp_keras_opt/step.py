@@ -1,0 +1,184 @@
+"""The private training step: one logical batch, chunk by chunk, with one noise draw."""
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from dp_keras_opt import clipping, noise
+from dp_keras_opt.clipping import Batch, per_example
+from dp_keras_opt.data import Rows
+from dp_keras_opt.losses import per_example_losses, update_metrics
+
+#: Factor on a float16 loss: a power of two, undone before the norm is taken.
+FLOAT16_LOSS_SCALE = 2.0**10
+
+
+class PrivateStep:
+    """Mixin over `keras.Model`: what happens to one batch, from raw rows to updated weights.
+
+    It reads `optimizer`, `physical_batch_size` and `_block` (rows to process at once), and keeps
+    `_plans` (which engine serves which layer) and `_non_finite` (a count); `DPModel` has them.
+    """
+
+    def train_step(self, data):
+        """One logical batch: clip each example, sum, add noise, update (docs: concepts)."""
+        batch = _as_batch(data)
+        plan = self._plan(batch)
+        optimizer, variables = self.optimizer, self.trainable_variables
+        if optimizer.needs_public and batch.public is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} needs public rows in every batch, as it is configured "
+                "here. Add them: dp_keras_opt.data.with_public(batches, public)."
+            )
+        optimizer.serve(variables)
+        optimizer.prepare(variables)
+        queries = optimizer.queries()
+        sums = self._sums(batch, queries, plan)
+        released = noise.release(
+            optimizer.releases,
+            queries,
+            sums,
+            batch_size=optimizer.batch_size,
+            alpha=optimizer.noise_schedule.alpha(optimizer.iterations),
+            step=optimizer.iterations,
+            source=optimizer.noise_source,
+        )
+        # The step counter then proves that a batch was used: a graph would advance it without one.
+        with tf.control_dependencies(tf.nest.flatten(sums)):
+            optimizer.update(released)
+        return self.get_metrics_result()
+
+    def _plan(self, batch):
+        """The engines for batches of this form, checked once, before the first step."""
+        leaves = tree.flatten((batch.x, batch.y, batch.sample_weight))
+        shapes = tuple((t.dtype, tuple(t.shape[1:])) for t in leaves if t is not None)
+
+        def form():
+            return tuple(id(v) for v in self.trainable_variables), shapes
+
+        if form() not in self._plans:
+            with tf.init_scope():
+                plan = clipping.checked_plan(self, batch)
+                loops = any(per_example.has_loops(layer) for layer in plan.general)
+                plan = plan._replace(sequential=bool(self.jit_compile and loops))
+                self._plans[form()] = plan  # the check has built the model
+                if self._non_finite is None:
+                    object.__setattr__(self, "_non_finite", tf.Variable(0, dtype=tf.int64))
+        return self._plans[form()]
+
+    def _sums(self, batch, queries, plan):
+        """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
+        limits = (self.physical_batch_size or self._block, per_example.max_rows(plan.general))
+        size = min((limit for limit in limits if limit is not None), default=None)
+        if size is None or (batch.rows is not None and batch.rows <= size):
+            return self._chunk_sums(batch, queries, plan)
+        chunks, count = _chunks(batch, size)
+        first = self._chunk_sums(chunks(0), queries, plan)
+
+        def add_next(index, sums):
+            more = self._chunk_sums(chunks(index), queries, plan)
+            return index + 1, tf.nest.map_structure(tf.add, sums, more)
+
+        return tf.while_loop(lambda index, _: index < count, add_next, (1, first))[1]
+
+    def _chunk_sums(self, batch, queries, plan):
+        scale = FLOAT16_LOSS_SCALE if self.compute_dtype == "float16" else 1.0
+        result = clipping.clipped_sums(self, batch, queries, plan, scale)
+        self._non_finite.assign_add(result.non_finite)
+        self._update_metrics(batch, result.losses, result.y_pred)
+        return result.sums
+
+    def test_step(self, data):
+        """Keras's evaluation, with rows of padding counted in nothing."""
+        batch = _as_batch(data)
+        if batch.mask is None:
+            return super().test_step(data)
+        y_pred = self(batch.x, training=False)
+        losses = self.per_example_losses(batch.y, y_pred, batch.sample_weight)
+        self._update_metrics(batch, losses, y_pred)
+        return self.get_metrics_result()
+
+    # Losses and metrics.
+
+    def per_example_losses(self, y, y_pred, sample_weight=None):
+        """The loss of each example, (B,), without regularisers."""
+        if self._compile_loss is None:
+            raise ValueError("No loss to compute. Pass `loss` to compile().")
+        return per_example_losses(self._compile_loss, y, y_pred, sample_weight)[0]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        """Keras's loss over a batch, for evaluation; training takes it per example."""
+        if isinstance(sample_weight, Rows):
+            sample_weight = sample_weight.sample_weight
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        """Updates the compiled metrics; rows of padding count in none of them."""
+        mask = None
+        if isinstance(sample_weight, Rows):
+            sample_weight, mask = sample_weight.sample_weight, sample_weight.mask
+        if self._compile_metrics is not None:
+            update_metrics(self._compile_metrics, y, y_pred, sample_weight, mask)
+        return self.get_metrics_result()
+
+    def _update_metrics(self, batch, losses, y_pred):
+        mask = None if batch.mask is None else tf.cast(batch.mask, tf.float32)
+        regularization = sum(tf.reduce_sum(v.regularizer(v)) for v in self.trainable_variables
+                             if v.regularizer is not None)  # fmt: skip
+        self._loss_tracker.update_state(losses + regularization, sample_weight=mask)
+        if self._compile_loss.metrics:
+            _, parts = per_example_losses(self._compile_loss, batch.y, y_pred, batch.sample_weight)
+            for metric, part in zip(self._compile_loss.metrics, parts, strict=True):
+                metric.update_state(part, sample_weight=mask)
+        self.compute_metrics(batch.x, batch.y, y_pred, Rows(batch.mask, batch.sample_weight))
+
+    @property
+    def non_finite_examples(self):
+        """How many examples contributed zero because their gradient was NaN or infinite.
+
+        This count depends on the data without noise: it is for the owner of the data, and is in no
+        log or saved file.
+        """
+        return 0 if self._non_finite is None else int(self._non_finite.numpy())
+
+
+def _as_batch(data):
+    """The (x, y[, sample_weight or Rows]) that Keras hands to `train_step`, as a `Batch`."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+    mask = public = None
+    if isinstance(weight, Rows):
+        mask, public = tf.cast(weight.mask, tf.bool), weight.public
+        weight = weight.sample_weight
+    x, y, weight = _map(tf.convert_to_tensor, (x, y, weight))
+    return Batch(x, y, weight, mask, public)
+
+
+def _map(function, structure):
+    """`function` of every leaf of a structure that is not None."""
+    return tree.map_structure(lambda t: None if t is None else function(t), structure)
+
+
+def _chunks(batch, size):
+    """Cuts a batch into blocks of `size` rows, the last one padded.
+
+    Returns:
+        (function of an index that gives that block as a `Batch`, number of blocks).
+    """
+    total = batch.rows or tf.shape(tree.flatten(batch.x)[0])[0]
+    count = -(-total // size)
+    mask = tf.ones((total,), tf.bool) if batch.mask is None else batch.mask
+
+    def pad(tensor):
+        return tf.pad(tensor, [(0, count * size - total)] + [(0, 0)] * (tensor.shape.rank - 1))
+
+    padded = _map(pad, tuple(batch._replace(mask=mask)))
+
+    def chunk(index):
+        def block(tensor):  # XLA needs the size of a slice to be static
+            begin = [index * size, *[0] * (tensor.shape.rank - 1)]
+            part = tf.slice(tensor, begin, tf.concat([[size], tf.shape(tensor)[1:]], axis=0))
+            return tf.ensure_shape(part, (size, *tensor.shape[1:]))
+
+        return Batch(*_map(block, padded))
+
+    return chunk, count
