@@ -22,6 +22,19 @@ class PrivacyBudgetError(RuntimeError):
     """A step was asked for that the privacy budget does not allow."""
 
 
+class _LedgerState(tf.train.experimental.PythonState):
+    """Takes the ledger into `tf.train.Checkpoint`s: a restored model has spent what it had."""
+
+    def __init__(self, ledger):
+        self._ledger = ledger
+
+    def serialize(self):
+        return self._ledger.to_json()
+
+    def deserialize(self, string_value):
+        self._ledger.merge(Ledger.from_json(string_value))
+
+
 class DPModel(PrivateStep, keras.Model):
     """A Keras model whose training step is differentially private.
 
@@ -69,6 +82,7 @@ class DPModel(PrivateStep, keras.Model):
             "_non_finite": None,
         }.items():
             object.__setattr__(self, name, value)
+        self._ledger_state = _LedgerState(self.ledger)  # tracked, for tf.train.Checkpoint
 
     # Compiling.
 
@@ -352,7 +366,8 @@ def make_private(model):
         model: a functional, Sequential or subclassed `keras.Model`.
 
     Returns:
-        A `DPModel`, to be compiled with an optimizer of `dp_keras_opt.optimizers`.
+        A `DPModel`, to be compiled with an optimizer of `dp_keras_opt.optimizers`; the same one
+        whenever it is called with the same model, since both train the same weights.
 
     Raises:
         TypeError: the model overrides `train_step` or `compute_loss`, whose code would see raw
@@ -368,6 +383,14 @@ def make_private(model):
                 f"{type(model).__name__} overrides `{method}`, which cannot be made private. "
                 "Express the objective as a per-example loss in compile(loss=...)."
             )
+    # One private counterpart a model: they share the weights, so they must share the ledger.
+    if "_private_counterpart" not in vars(model):
+        private = _counterpart(model)  # in a function, since Keras's saving walks all attributes
+        object.__setattr__(model, "_private_counterpart", lambda: private)
+    return vars(model)["_private_counterpart"]()
+
+
+def _counterpart(model):
     if isinstance(model, keras.Sequential) and model.built:
         return DPModel(model.inputs, model.outputs, name=model.name)
     if isinstance(model, Functional) and type(model).call is Functional.call:

@@ -10,7 +10,7 @@ from dp_keras_opt.data import Rows
 from dp_keras_opt.losses import per_example_losses, update_metrics
 
 #: Factor on a float16 loss: a power of two, undone before the norm is taken.
-FLOAT16_LOSS_SCALE = 2.0**10
+FLOAT16_LOSS_SCALE = 2.0**7
 
 
 class PrivateStep:

@@ -719,3 +719,20 @@ def test_optimizer_state_that_does_not_fit_raises():
     other.build(model.trainable_variables)
     with pytest.raises(ValueError, match="belongs to another optimizer"):
         other.load_own_variables(store)
+
+
+def test_a_tensorflow_checkpoint_carries_the_ledger(tmp_path):
+    model = functional()
+    model.compile(_sgd(), "mse")
+    model.fit(X, Y, verbose=0)
+    steps = model.ledger.steps
+    path = tf.train.Checkpoint(model).save(tmp_path / "checkpoint")
+    other = functional()
+    other.compile(_sgd(), "mse")
+    tf.train.Checkpoint(other).restore(path)
+    assert steps > 0 and other.ledger.steps == steps
+
+
+def test_make_private_gives_one_counterpart_with_one_ledger():
+    base = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    assert dp.make_private(base) is dp.make_private(base)

@@ -7,6 +7,7 @@ private optimization on large model at small cost", 2023).
 """
 
 import contextlib
+import itertools
 from typing import Any, NamedTuple
 
 from dp_keras_opt.clipping import per_example
@@ -21,11 +22,15 @@ class Plan(NamedTuple):
         ruled: layers served by their rule.
         general: layers (or the whole model) run one example at a time, vectorised.
         sequential: whether these take the examples one after another instead.
+        splits: for each call of a `general` layer, which of its arguments have one row per example;
+            filled by the self-check, whose batch size nothing else in a model is likely to share.
+            None goes by the size of each argument.
     """
 
     ruled: tuple
     general: tuple
     sequential: bool = False
+    splits: dict | None = None
 
 
 class Call(NamedTuple):
@@ -58,7 +63,7 @@ def plan(model):
                 walk(child)
 
     walk(model)
-    return Plan(tuple(dict.fromkeys(ruled)), tuple(dict.fromkeys(general)))
+    return Plan(tuple(dict.fromkeys(ruled)), tuple(dict.fromkeys(general)), splits={})
 
 
 @contextlib.contextmanager
@@ -77,9 +82,8 @@ def recording(plan, rows):
         for layer in plan.ruled:
             patches.enter_context(_patched(layer, "call", _recorder(layer, calls)))
         for layer in plan.general:
-            patches.enter_context(
-                _patched(layer, "call", _per_example_recorder(layer, calls, rows, plan.sequential))
-            )
+            recorder = _per_example_recorder(layer, calls, rows, plan)
+            patches.enter_context(_patched(layer, "call", recorder))
         yield calls
 
 
@@ -121,11 +125,16 @@ def _recorder(layer, calls):
     return call
 
 
-def _per_example_recorder(layer, calls, rows, sequential):
-    forward = layer.call
+def _per_example_recorder(layer, calls, rows, plan):
+    forward, numbers = layer.call, itertools.count()
 
     def call(*args, **kwargs):
-        outputs, copies = per_example.call(layer, forward, rows, args, kwargs, sequential)
+        batched = per_example.arguments_with_rows(layer, rows, args, kwargs)
+        if plan.splits is not None:
+            batched = plan.splits.setdefault((id(layer), next(numbers)), batched)
+        outputs, copies = per_example.call(
+            layer, forward, rows, args, kwargs, batched, plan.sequential
+        )
         for variable, copy in copies:
             calls.append(
                 Call(copy, lambda g, variable=variable: [(variable, Materialized(g))], copy)

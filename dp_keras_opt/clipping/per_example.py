@@ -47,14 +47,31 @@ def max_rows(layers):
     return None if not numbers else max(1, MEMORY // (4 * numbers))
 
 
-def call(layer, forward, rows, args, kwargs, sequential=False):
+def arguments_with_rows(layer, rows, args, kwargs):
+    """Places of the tensors among the flattened arguments that have one row per example.
+
+    Raises:
+        ValueError: there is none.
+    """
+    flat = tree.flatten((args, kwargs))
+    batched = [i for i, leaf in enumerate(flat) if _has_rows(leaf, rows)]
+    if not batched:
+        raise ValueError(
+            f"Layer '{layer.name}' was called without any tensor that has one row per example, so "
+            "its per-example gradients are not defined. Pass the batch through the layer."
+        )
+    return batched
+
+
+def call(layer, forward, rows, args, kwargs, batched, sequential=False):
     """Runs `forward`, the layer's own `call`, on each example of the batch alone.
 
     Args:
         layer: the layer.
         forward: its unpatched `call`.
         rows: number of rows of the batch, None if it is not static.
-        args, kwargs: the arguments of the call; tensors with `rows` rows are split.
+        args, kwargs: the arguments of the call.
+        batched: which of them to split, as `arguments_with_rows` gives it.
         sequential: one example after another, in a loop, where XLA cannot compile a vectorised
             loop.
 
@@ -63,12 +80,6 @@ def call(layer, forward, rows, args, kwargs, sequential=False):
     """
     variables = list(layer.trainable_variables)
     flat = tree.flatten((args, kwargs))
-    batched = [i for i, leaf in enumerate(flat) if _has_rows(leaf, rows)]
-    if not batched:
-        raise ValueError(
-            f"Layer '{layer.name}' was called without any tensor that has one row per example, so "
-            "its per-example gradients are not defined. Pass the batch through the layer."
-        )
     count = tf.shape(flat[batched[0]])[0] if rows is None else rows
     copies = [tf.repeat(tf.convert_to_tensor(v)[None], count, axis=0) for v in variables]
     structure, has_mask = [], []

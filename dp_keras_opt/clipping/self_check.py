@@ -74,6 +74,9 @@ def _compare(model, batch, plan):
     try:
         with tf.GradientTape(persistent=True) as tape:
             losses, _, factors = per_example_gradients(model, batch, plan)
+            if not _has_random_layers(model):  # else only the same pass has the same masks
+                y_pred = model(batch.x, training=True)
+                losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         if plan.general == (model,):
             raise ValueError(f"The model cannot be run one example at a time: {error}") from error
@@ -92,6 +95,10 @@ def _compare(model, batch, plan):
     if variables and not any_gradient:
         raise ValueError("The loss depends on no trainable variable: there is nothing to train.")
     return list(dict.fromkeys(wrong))
+
+
+def _has_random_layers(model):
+    return any(getattr(layer, "_seed_generators", ()) for layer in model._flatten_layers())
 
 
 def _synthetic_batches(batch, generator):

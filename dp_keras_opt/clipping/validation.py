@@ -136,7 +136,10 @@ def check_independence(model, forward, batch, changed):
         )
 
 
-_FIX = "Let each example's output and loss depend on that example alone."
+_FIX = (
+    "Let each example's output and loss depend on that example alone. (Random numbers that do not "
+    "come from a keras.random.SeedGenerator of the layer look the same: the check runs twice.)"
+)
 
 
 class _Observation:

@@ -24,6 +24,13 @@ _REFUSED = {
 }
 
 
+def refuse_arguments(owner, kwargs):
+    """Takes out of `kwargs` what would mean something else here, and refuses it where it is set."""
+    for name, reason in _REFUSED.items():
+        if kwargs.pop(name, None) is not None:
+            raise ValueError(f"{owner} does not take {name}: {reason}.")
+
+
 class _FrozenAtBuild:
     """A parameter that the noise depends on: a traced graph would not notice a later change.
 
@@ -158,9 +165,7 @@ class PrivateOptimizer:
         seed=None,
         **kwargs,
     ):
-        for name, reason in _REFUSED.items():
-            if kwargs.pop(name, None) is not None:
-                raise ValueError(f"{type(self).__name__} does not take {name}: {reason}.")
+        refuse_arguments(type(self).__name__, kwargs)
         super().__init__(*args, **kwargs)
         self.clip_norm = clip_norm
         self.batch_size = batch_size

@@ -2,7 +2,11 @@
 
 import keras
 
-from dp_keras_opt.optimizers.private_optimizer import _REFUSED, PrivateOptimizer
+from dp_keras_opt.optimizers.private_optimizer import (
+    _REFUSED,
+    PrivateOptimizer,
+    refuse_arguments,
+)
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -37,6 +41,7 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
         name=None,
         **kwargs,
     ):
+        refuse_arguments("DPOptimizer", kwargs)
         if kwargs:
             raise ValueError(
                 f"DPOptimizer does not take {', '.join(kwargs)}. What is not about privacy is set "
