@@ -81,7 +81,8 @@ class PrivacyBudget(keras.callbacks.Callback):
     """Ends training before the step that would spend more than ε at δ, never after it.
 
     The budget stays on the model: a later `fit` trains no further step beyond it, and
-    `train_on_batch` raises `PrivacyBudgetError`. A new `PrivacyBudget` replaces it.
+    `train_on_batch` raises `PrivacyBudgetError`. A new `PrivacyBudget` replaces it. It is not saved
+    with the model, whose ledger is: pass a budget again after loading.
 
     Args:
         epsilon: ε ≥ 0, the most that may be spent over all of the model's training.

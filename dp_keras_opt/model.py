@@ -230,20 +230,22 @@ class DPModel(PrivateStep, keras.Model):
         if self.train_function is not None and not force:
             return
         super().make_train_function(force=True)
-        run = self.train_function
+        run, steps, optimizer = self.train_function, self.steps_per_execution, self.optimizer
 
         def train_function(iterator):
-            steps = self.steps_per_execution
+            if self.optimizer is not optimizer or self.steps_per_execution != steps:
+                raise ValueError(
+                    "The optimizer or steps_per_execution was exchanged without compiling again; "
+                    "the compiled training step would not notice. Call compile."
+                )
             self._enter(steps)
+            before = int(optimizer.iterations.numpy())
             try:
                 logs = run(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
-                self._settle(steps)
+                self._settle(steps, before)
                 raise
-            if steps > 1:  # the data may have ended in between
-                self._settle(steps)
-            else:
-                self.ledger.settle(1, 1)
+            self._settle(steps, before)  # the data may have ended in between
             if self._fitting and not self._affordable(steps):
                 self.stop_training = True
             return logs
@@ -258,6 +260,13 @@ class DPModel(PrivateStep, keras.Model):
                 "once per replica. Train on one device."
             )
         self._begin_segment()
+        segment = self.ledger.current
+        if segment.schedule.length is not None and segment.last_step != self._iterations():
+            raise ValueError(
+                f"The optimizer's step counter was set to {self._iterations()}, but the noise "
+                f"schedule is accounted up to step {segment.last_step}. Leave the counter alone, "
+                "or compile again with a new optimizer."
+            )
         if not self._affordable(steps):
             if not self._fitting:
                 raise PrivacyBudgetError(
@@ -270,7 +279,11 @@ class DPModel(PrivateStep, keras.Model):
 
     def _begin_segment(self):
         """Opens a segment of the ledger for the next steps, where none is open."""
-        if self.ledger.current is not None:
+        current, optimizer = self.ledger.current, self.optimizer
+        if current is not None and (
+            (current.releases, current.schedule, current.clip_norm)
+            == (optimizer.releases, optimizer.noise_schedule, optimizer.clip_norm)
+        ):
             return
         if self._sampling is None:
             raise ValueError(
@@ -283,8 +296,11 @@ class DPModel(PrivateStep, keras.Model):
             self._sampling,
             schedule=self.optimizer.noise_schedule,
             clip_norm=self.optimizer.clip_norm,
-            first_step=int(self.optimizer.iterations.numpy()),
+            first_step=self._iterations(),
         )
+
+    def _iterations(self):
+        return int(self.optimizer.iterations.numpy())
 
     def _warn_of_budget(self):
         warnings.warn(
@@ -295,13 +311,19 @@ class DPModel(PrivateStep, keras.Model):
     def _affordable(self, steps):
         return self.budget is None or self.budget.affords(self.ledger, steps)
 
-    def _settle(self, reserved):
-        """Gives back the reserved steps that did not run, as the optimizer's counter proves."""
-        segment = self.ledger.current
-        before = segment.first_step + segment.steps - reserved
-        executed = int(self.optimizer.iterations.numpy()) - before
-        if 0 <= executed <= reserved:
-            self.ledger.settle(reserved, executed)
+    def _settle(self, reserved, before):
+        """Gives back the reserved steps that did not run, as the optimizer's counter proves.
+
+        Raises:
+            RuntimeError: the counter says that more steps ran, so the ledger would be wrong.
+        """
+        executed = self._iterations() - before
+        if not 0 <= executed <= reserved:
+            raise RuntimeError(
+                f"{reserved} training steps were accounted, but the optimizer counts {executed}. "
+                "Did something set its step counter?"
+            )
+        self.ledger.settle(reserved, executed)
 
     def _report_non_finite(self):
         if self._non_finite is not None and self.non_finite_examples:
@@ -313,6 +335,19 @@ class DPModel(PrivateStep, keras.Model):
             self._non_finite.assign(0)
 
     # Saving and loading: what was spent goes with the weights.
+
+    def save(self, filepath, overwrite=True, **kwargs):
+        """Saves the model, with what it has spent; the legacy format `.h5` cannot hold that.
+
+        Raises:
+            ValueError: the file is a legacy `.h5`.
+        """
+        if str(filepath).endswith(".h5"):
+            raise ValueError(
+                f"{filepath} is in the legacy HDF5 format, which would lose the privacy ledger: a "
+                "loaded model would count from zero. Save as .keras, or the weights as .weights.h5."
+            )
+        super().save(filepath, overwrite, **kwargs)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)

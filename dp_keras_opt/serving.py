@@ -21,13 +21,16 @@ def export(model, path, report):
 
     Raises:
         ValueError: the model is not built, so that its inputs are not known, or `report` has
-            nothing to state.
+            nothing to state or is that of another model.
     """
     if not hasattr(report, "statement"):
         raise ValueError(
             f"report must be the PrivacyReport of the training, received {report!r}: the privacy "
             "statement travels with the model."
         )
+    own = getattr(report, "model", model)
+    if own is not model:
+        raise ValueError("The report is that of another model; pass the one of this training.")
     text = report.statement()
     model.export(path, format="tf_saved_model", verbose=False)
     file = pathlib.Path(path, STATEMENT)

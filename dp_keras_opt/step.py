@@ -54,7 +54,8 @@ class PrivateStep:
         shapes = tuple((t.dtype, tuple(t.shape[1:])) for t in leaves if t is not None)
 
         def form():
-            return tuple(id(v) for v in self.trainable_variables), shapes
+            layers = tuple(layer.trainable for layer in self._flatten_layers())
+            return tuple(id(v) for v in self.trainable_variables), layers, shapes
 
         if form() not in self._plans:
             with tf.init_scope():

@@ -345,3 +345,49 @@ def test_a_crash_within_a_step_is_counted():
     model.fit(_batches(2), verbose=0)
     assert int(model.optimizer.iterations) == 4
     assert model.ledger.steps == 5
+
+
+# What a callback or a user might change between the steps.
+
+
+def _optimizer(**kwargs):
+    kwargs = {"noise_multiplier": SIGMA} | kwargs
+    return dp.optimizers.DPSGD(0.1, clip_norm=1.0, batch_size=B, **kwargs)
+
+
+class _Each(keras.callbacks.Callback):
+    def __init__(self, action):
+        super().__init__()
+        self.action = action
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.action(self.model)
+
+
+def test_resetting_the_step_counter_does_not_hide_steps():
+    model = _model()
+    model.compile(_optimizer(), "mse", steps_per_execution=5)
+    reset = _Each(lambda model: model.optimizer.iterations.assign(0))
+    model.fit(_batches(10), epochs=3, callbacks=[reset], verbose=0)
+    assert model.ledger.steps == 30
+
+
+def test_a_schedule_and_a_reset_counter_are_refused():
+    model = _model()
+    model.compile(_optimizer(noise_schedule=[0.5] * 10 + [8.0] * 20), "mse")
+    reset = _Each(lambda model: model.optimizer.iterations.assign(0))
+    with pytest.raises(ValueError, match="step counter"):
+        model.fit(_batches(10), epochs=2, callbacks=[reset], verbose=0)
+
+
+def test_what_the_compiled_step_would_not_notice_is_refused():
+    model = _model()
+    model.compile(_optimizer(), "mse", steps_per_execution=5)
+    model.fit(_batches(10), verbose=0)
+    model.steps_per_execution = 1
+    with pytest.raises(ValueError, match="compiling again"):
+        model.fit(_batches(10), verbose=0)
+    model.steps_per_execution = 5
+    model.optimizer = _optimizer()
+    with pytest.raises(ValueError, match="compiling again"):
+        model.fit(_batches(10), verbose=0)

@@ -293,3 +293,26 @@ def test_memory_of_the_general_engine_is_bounded():
     numbers = sum(np.prod(v.shape) for v in layer.trainable_variables)
     assert max_rows([layer]) * numbers * 4 <= 2**28
     assert max_rows([]) is None
+
+
+def test_an_example_cannot_hide_its_norm_in_the_rounding():
+    """Tiny deltas beside huge inputs, and huge terms that cancel, must not give a norm of zero."""
+    inputs = keras.Input((1000,))
+    model = _compiled(keras.Model(inputs, layers.Dense(1000)(inputs)), loss="mae")
+    x = np.full((1, 1000), 9e18, "float32")
+    batch = (x, np.zeros((1, 1000), "float32"), np.float32([1e-16]))
+    total = clipped_sums(model, batch, (Query(clip_norm=1.0),)).sums[0]
+    assert np.sqrt(sum(np.sum(np.float64(t) ** 2) for t in total)) <= 1 + 1e-4
+
+    ids = keras.Input((8,), dtype="int32")
+    table = layers.Embedding(4, 3)
+    outputs = layers.Dense(1, trainable=False)(layers.Flatten()(table(ids)))
+    model = _compiled(keras.Model(ids, outputs))
+    rng = np.random.default_rng(0)
+    for huge in (1e7, 1e9, 1e10):
+        kernel = rng.normal(size=(8, 3)).astype("float32") * huge
+        kernel -= kernel.mean(axis=0)  # one id at all positions: its terms cancel
+        model.layers[-1].set_weights([kernel.reshape(24, 1), np.zeros(1)])
+        batch = (np.zeros((1, 8), "int32"), np.ones((1, 1), "float32"))
+        total = clipped_sums(model, batch, (Query(clip_norm=1.0),)).sums[0]
+        assert np.sqrt(sum(np.sum(np.float64(t) ** 2) for t in total)) <= 1.001

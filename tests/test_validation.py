@@ -409,3 +409,62 @@ def test_a_loss_without_trainable_variables_is_refused():
     frozen = layers.Lambda(lambda t: ops.stop_gradient(t))
     model = dp.DPModel(model.inputs, frozen(model.outputs[0]))
     _assert_refused(model, "no trainable variable")
+
+
+# Mixing that shows in some batches only.
+
+
+def _over_the_largest(inputs):
+    return layers.Dense(1)(inputs / ops.max(inputs))
+
+
+def _reverse_cumulative(inputs):
+    return layers.Dense(1)(ops.flip(ops.cumsum(ops.flip(inputs, 0), 0), 0))
+
+
+def _weak_mean(inputs):
+    return layers.Dense(1)(inputs - 1e-4 * ops.mean(inputs, axis=0, keepdims=True))
+
+
+@tf.custom_gradient
+def _bounded_backward(x):
+    return tf.identity(x), lambda dy: tf.clip_by_norm(dy, 5.0)
+
+
+class _BoundedBackward(layers.Layer):
+    def call(self, inputs):
+        return _bounded_backward(inputs)
+
+
+def _bounded(inputs):
+    return _BoundedBackward()(layers.Dense(1)(inputs))
+
+
+@pytest.mark.parametrize("make", [_over_the_largest, _reverse_cumulative, _weak_mean, _bounded])
+def test_mixing_that_shows_in_some_batches_only_is_refused(make):
+    inputs = keras.Input((4,))
+    model = _compile(dp.DPModel(inputs, make(inputs)))
+    batch = Batch(tf.ones((B, 4)), tf.ones((B, 1)))
+    with pytest.raises(ValueError, match="mixes the examples|cannot be computed"):
+        checked_plan(model, batch)
+
+
+def _over_the_batch_size(y, y_pred):
+    return ops.mean(ops.square(y - y_pred), axis=-1) / ops.cast(ops.shape(y)[0], "float32")
+
+
+def _hardest_four(y, y_pred):
+    loss = ops.mean(ops.square(y - y_pred), axis=-1)
+    largest = ops.top_k(loss, min(4, loss.shape[0]))[0][-1]
+    return ops.where(loss >= largest, loss, 0.0)
+
+
+@pytest.mark.parametrize("loss", [_over_the_batch_size, _hardest_four])
+def test_losses_that_depend_on_the_batch_are_refused(loss):
+    inputs = keras.Input((4,))
+    model = dp.DPModel(inputs, layers.Dense(1)(inputs))
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B)
+    model.compile(optimizer, loss)
+    batch = Batch(tf.ones((B, 4)), tf.ones((B, 1)))
+    with pytest.raises(ValueError, match="The loss mixes"):
+        checked_plan(model, batch)

@@ -11,6 +11,9 @@ import math
 import numpy as np
 import tensorflow as tf
 
+#: Bound on the relative rounding error of a term in a float32 sum of products.
+ROUNDING = 2.0**-21
+
 #: Largest temporary of a norm computation, in float32 numbers (128 MB).
 BLOCK = 2**25
 
@@ -89,11 +92,9 @@ class Outer(Factor):
         if scale is not None:
             scale = tf.transpose(scale, np.argsort(self.order))
             scale = tf.reshape(scale, (self.inputs.shape[-1], self.deltas.shape[-1]))
-        if self.inputs.shape[1] == 1:  # ‖a bᵀ‖² = ‖a‖² ‖b‖², and Σ_jk S_jk² a_j² b_k²
-            a, b = tf.square(self.inputs[:, 0]), tf.square(self.deltas[:, 0])
-            if scale is None:
-                return tf.reduce_sum(a, axis=1) * tf.reduce_sum(b, axis=1)
-            return tf.reduce_sum((a @ tf.square(scale)) * b, axis=1)
+        terms = self._norms_of_terms(scale)
+        if self.inputs.shape[1] == 1:
+            return tf.square(terms[:, 0])
         # Otherwise block by block of the rows of the kernel. (The Gram form,
         # Σ_ts (a_t·a_s)(b_t·b_s), loses half of the digits where the terms cancel, and a norm
         # that comes out too small would break the bound.)
@@ -104,7 +105,20 @@ class Outer(Factor):
                 gradients *= tf.transpose(scale[start : start + self._width])
             gradients = tf.reshape(gradients, (-1, gradients.shape[1] * gradients.shape[2]))
             total += tf.reduce_sum(tf.square(gradients), axis=1)
-        return total
+        return _with_rounding(total, terms)
+
+    def _norms_of_terms(self, scale):
+        """‖S ∘ (a_t ⊗ b_t)‖ for each position, (B, T): ‖a‖‖b‖, or √(Σ_jk S_jk² a_j² b_k²).
+
+        Through the largest entries, so that tiny deltas beside huge inputs do not flush to zero.
+        """
+        (a, largest_a), (b, largest_b) = _unit_range(self.inputs), _unit_range(self.deltas)
+        if scale is None:
+            squares = tf.reduce_sum(tf.square(a), axis=2) * tf.reduce_sum(tf.square(b), axis=2)
+        else:
+            spread = tf.matmul(tf.reshape(tf.square(a), (-1, a.shape[2])), tf.square(scale))
+            squares = tf.reduce_sum(tf.reshape(spread, tf.shape(b)) * tf.square(b), axis=2)
+        return tf.sqrt(squares) * largest_a * largest_b
 
     @property
     def _width(self):
@@ -154,13 +168,16 @@ class Rows(Factor):
         self.shape = shape
 
     def squared_norm(self, scale=None):
-        deltas, repeats = self.deltas, 1.0
-        if self.ids.shape[1] != 1:  # an id that occurs n times has n equal sums, each counted 1/n
-            same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
-            deltas, repeats = tf.matmul(same, deltas), tf.reduce_sum(same, axis=2)
-        if scale is not None:
-            deltas *= tf.gather(scale, self.ids)
-        return tf.reduce_sum(tf.reduce_sum(tf.square(deltas), axis=2) / repeats, axis=1)
+        deltas = self.deltas
+        scales = 1.0 if scale is None else tf.gather(scale, self.ids)
+        if self.ids.shape[1] == 1:
+            return tf.reduce_sum(tf.square(deltas * scales), axis=(1, 2))
+        # An id that occurs n times has n equal sums, each counted 1/n.
+        same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
+        sums, repeats = tf.matmul(same, deltas), tf.reduce_sum(same, axis=2)
+        squares = tf.reduce_sum(tf.square(sums * scales), axis=2) / repeats
+        terms = tf.norm(deltas * scales, axis=2)
+        return _with_rounding(tf.reduce_sum(squares, axis=1), terms)
 
     def weighted_sum(self, weights):
         deltas = tf.reshape(self.deltas * weights[:, None, None], (-1, self.shape[1]))
@@ -184,6 +201,22 @@ def flatten_positions(tensor):
     positions = math.prod(tensor.shape[1:-1]) if None not in tensor.shape[1:-1] else -1
     rows = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
     return tf.reshape(tensor, (rows, positions, tensor.shape[-1]))
+
+
+def _unit_range(tensor):
+    """(B, T, C) over its largest entry at each position, and that entry (B, T)."""
+    largest = tf.reduce_max(tf.abs(tensor), axis=2)
+    return tf.math.divide_no_nan(tensor, largest[..., None]), largest
+
+
+def _with_rounding(squared_norm, terms):
+    """The squared norm of a sum, with what rounding may have taken from it.
+
+    Where the terms (B, T) cancel, the sum that is released can be off by their own rounding: the
+    norm is raised by that, which can only clip more.
+    """
+    error = ROUNDING * tf.reduce_sum(terms, axis=1)
+    return tf.square(tf.sqrt(squared_norm) + error)
 
 
 def _keep(tensor, rows):

@@ -13,6 +13,9 @@ from dp_keras_opt.clipping import book_keeping, validation
 from dp_keras_opt.clipping.book_keeping import Plan
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
 
+#: (rows, magnitude of floats, whether the changed row is an outlier) of the independence check.
+_DRAWS = ((3, 1.0, False), (17, 1.0, False), (17, 1.0, True), (17, 1e3, False), (5, 1e3, True))
+
 #: Rows of the synthetic batch; unlikely as a size of anything else in a model.
 ROWS = 3
 
@@ -33,13 +36,16 @@ def checked_plan(model, batch):
     """
     validation.validate(model)
     generator = np.random.default_rng(0)
-    synthetic, changed = _synthetic_batches(batch, generator)
 
     def forward(rows):
         y_pred = model(rows.x, training=True)
         return model.per_example_losses(rows.y, y_pred, rows.sample_weight)
 
-    validation.check_independence(model, forward, synthetic, changed)
+    for rows, magnitude, outlier in _DRAWS:
+        for row in (0, rows - 1):
+            pair = _synthetic_batches(batch, generator, rows, row, magnitude, outlier)
+            validation.check_independence(model, forward, *pair, row)
+    synthetic, _ = _synthetic_batches(batch, generator)
     plan = book_keeping.plan(model)
     wrong = _wrong_variables(model, synthetic, plan)
     if not wrong:
@@ -68,13 +74,22 @@ def _wrong_variables(model, batch, plan):
 
 
 def _compare(model, batch, plan):
-    variables = model.trainable_variables
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
-    tolerance = 0.1 if half else 1e-3
+    # Large gradients too: a backward pass may bound those of the batch as a whole.
+    scales, tolerance = ((1.0,), 0.1) if half else ((1.0, 1e4), 1e-3)
+    wrong = [path for s in scales for path in _compare_at(model, batch, plan, s, tolerance)]
+    return list(dict.fromkeys(wrong))
+
+
+def _compare_at(model, batch, plan, scale, tolerance):
+    """`_compare` with the loss scaled up, and the gradients scaled down again."""
+    variables = model.trainable_variables
     try:
         with tf.GradientTape(persistent=True) as tape:
-            losses, _, factors = per_example_gradients(model, batch, plan)
-            if not _has_random_layers(model):  # else only the same pass has the same masks
+            losses, _, factors = per_example_gradients(model, batch, plan, scale)
+            if not validation.has_random_layers(
+                model
+            ):  # else only the same pass has the same masks
                 y_pred = model(batch.x, training=True)
                 losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
@@ -83,41 +98,48 @@ def _compare(model, batch, plan):
         return [str(error)]
     wrong, any_gradient = [], False
     for row in np.eye(ROWS, dtype=np.float32):
-        expected = tape.gradient(losses, [v.value for v in variables], output_gradients=row)
+        upstream = tf.cast(row * scale, losses.dtype)
+        expected = tape.gradient(losses, [v.value for v in variables], output_gradients=upstream)
         for variable, factor, reference in zip(variables, factors, expected, strict=True):
             any_gradient |= reference is not None
             zeros = np.zeros(variable.shape, np.float32)
-            reference = zeros if reference is None else tf.convert_to_tensor(reference).numpy()
+            if reference is not None:
+                reference = tf.convert_to_tensor(reference).numpy() / scale
+            else:
+                reference = zeros
             result = zeros if factor is None else factor.weighted_sum(row).numpy()
             error = np.abs(result - reference).max(initial=0.0)
             if not error <= tolerance * np.abs(reference).max(initial=0.0) + 1e-6:
                 wrong.append(variable.path)
     if variables and not any_gradient:
         raise ValueError("The loss depends on no trainable variable: there is nothing to train.")
-    return list(dict.fromkeys(wrong))
+    return wrong
 
 
-def _has_random_layers(model):
-    return any(getattr(layer, "_seed_generators", ()) for layer in model._flatten_layers())
+def _synthetic_batches(batch, generator, rows=ROWS, row=0, magnitude=1.0, outlier=False):
+    """Two batches that differ in one row, shaped like `batch`.
 
-
-def _synthetic_batches(batch, generator):
-    """Two batches of `ROWS` rows that differ in the first, shaped like `batch`."""
+    Floats are of the given magnitude, of both signs above 1; with `outlier` those of the changed
+    row are a million times larger.
+    """
 
     def synthetic(tensor):
         if tensor is None:
             return None, None
-        shape = (ROWS, *(size or 2 for size in tensor.shape[1:]))
+        shape = (rows, *(size or 2 for size in tensor.shape[1:]))
         if tensor.dtype == tf.string:
             return tf.fill(shape, ""), tf.fill(shape, "")
         if tensor.dtype.is_integer or tensor.dtype.is_bool:
             values = generator.integers(0, 2, shape).astype(tensor.dtype.as_numpy_dtype)
             changed = values.copy()
-            changed[0] = 1 - changed[0].astype(np.int64)
+            changed[row] = 1 - changed[row].astype(np.int64)
         else:
-            values = generator.uniform(0.1, 1.0, shape).astype(tensor.dtype.as_numpy_dtype)
+            low = 0.1 if magnitude <= 1 else -magnitude
+            values = generator.uniform(low, magnitude, shape).astype(tensor.dtype.as_numpy_dtype)
             changed = values.copy()
-            changed[0] = generator.uniform(0.1, 1.0, shape[1:])
+            changed[row] = generator.uniform(low, magnitude, shape[1:])
+            if outlier:
+                changed[row] *= 1e6 if tensor.dtype.size > 2 else 1e3
         return tf.constant(values), tf.constant(changed)
 
     structure = (batch.x, batch.y, batch.sample_weight)

@@ -33,6 +33,12 @@ class NoiseSchedule(abc.ABC):
         """The schedule with these constructor arguments."""
         return cls(**config)
 
+    def __eq__(self, other):
+        return type(self) is type(other) and self.get_config() == other.get_config()
+
+    def __hash__(self):
+        return hash((type(self), repr(self.get_config())))
+
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
 class Constant(NoiseSchedule):
