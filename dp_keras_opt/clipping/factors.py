@@ -92,9 +92,12 @@ class Outer(Factor):
         if scale is not None:
             scale = tf.transpose(scale, np.argsort(self.order))
             scale = tf.reshape(scale, (self.inputs.shape[-1], self.deltas.shape[-1]))
-        terms = self._norms_of_terms(scale)
         if self.inputs.shape[1] == 1:
-            return tf.square(terms[:, 0])
+            # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
+            (a, largest_a), (b, largest_b) = _unit_range(self.inputs), _unit_range(self.deltas)
+            norms = tf.sqrt(_squares_of_terms(a, b, scale)) * largest_a * largest_b
+            return tf.square(norms[:, 0])
+        terms = tf.sqrt(_squares_of_terms(self.inputs, self.deltas, scale))
         # Otherwise block by block of the rows of the kernel. (The Gram form,
         # Σ_ts (a_t·a_s)(b_t·b_s), loses half of the digits where the terms cancel, and a norm
         # that comes out too small would break the bound.)
@@ -106,19 +109,6 @@ class Outer(Factor):
             gradients = tf.reshape(gradients, (-1, gradients.shape[1] * gradients.shape[2]))
             total += tf.reduce_sum(tf.square(gradients), axis=1)
         return _with_rounding(total, terms)
-
-    def _norms_of_terms(self, scale):
-        """‖S ∘ (a_t ⊗ b_t)‖ for each position, (B, T): ‖a‖‖b‖, or √(Σ_jk S_jk² a_j² b_k²).
-
-        Through the largest entries, so that tiny deltas beside huge inputs do not flush to zero.
-        """
-        (a, largest_a), (b, largest_b) = _unit_range(self.inputs), _unit_range(self.deltas)
-        if scale is None:
-            squares = tf.reduce_sum(tf.square(a), axis=2) * tf.reduce_sum(tf.square(b), axis=2)
-        else:
-            spread = tf.matmul(tf.reshape(tf.square(a), (-1, a.shape[2])), tf.square(scale))
-            squares = tf.reduce_sum(tf.reshape(spread, tf.shape(b)) * tf.square(b), axis=2)
-        return tf.sqrt(squares) * largest_a * largest_b
 
     @property
     def _width(self):
@@ -201,6 +191,14 @@ def flatten_positions(tensor):
     positions = math.prod(tensor.shape[1:-1]) if None not in tensor.shape[1:-1] else -1
     rows = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
     return tf.reshape(tensor, (rows, positions, tensor.shape[-1]))
+
+
+def _squares_of_terms(a, b, scale):
+    """‖S ∘ (a_t ⊗ b_t)‖² for each position, (B, T): ‖a‖²‖b‖², or Σ_jk S_jk² a_j² b_k²."""
+    if scale is None:
+        return tf.reduce_sum(tf.square(a), axis=2) * tf.reduce_sum(tf.square(b), axis=2)
+    spread = tf.matmul(tf.reshape(tf.square(a), (-1, a.shape[2])), tf.square(scale))
+    return tf.reduce_sum(tf.reshape(spread, tf.shape(b)) * tf.square(b), axis=2)
 
 
 def _unit_range(tensor):
