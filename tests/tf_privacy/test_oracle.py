@@ -30,6 +30,9 @@ class Optimizer:
     clip_norm: float = 1.0
     noise_schedule: schedules.NoiseSchedule = dataclasses.field(default_factory=schedules.Constant)
 
+    def check_sampling(self, sampling):
+        pass
+
     @property
     def releases(self):
         return (Release(0, "mean", self.noise_multiplier, Gaussian()),)
