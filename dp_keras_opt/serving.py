@@ -28,10 +28,9 @@ def export(model, path, report):
             f"report must be the PrivacyReport of the training, received {report!r}: the privacy "
             "statement travels with the model."
         )
-    own = getattr(report, "model", model)
-    if own is not model:
-        raise ValueError("The report is that of another model; pass the one of this training.")
     text = report.statement()
+    if getattr(report, "model", model) is not model:
+        raise ValueError("The report is that of another model; pass the one of this training.")
     model.export(path, format="tf_saved_model", verbose=False)
     file = pathlib.Path(path, STATEMENT)
     file.parent.mkdir(exist_ok=True)
