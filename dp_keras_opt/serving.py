@@ -29,7 +29,7 @@ def export(model, path, report):
             "statement travels with the model."
         )
     text = report.statement()
-    if getattr(report, "model", model) is not model:
+    if model.built and getattr(report, "model", model) is not model:
         raise ValueError("The report is that of another model; pass the one of this training.")
     model.export(path, format="tf_saved_model", verbose=False)
     file = pathlib.Path(path, STATEMENT)
