@@ -239,7 +239,7 @@ class DPModel(PrivateStep, keras.Model):
                     "the compiled training step would not notice. Call compile."
                 )
             self._enter(steps)
-            before = int(optimizer.iterations.numpy())
+            before = self._iterations()
             try:
                 logs = run(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):

@@ -87,9 +87,8 @@ def _compare_at(model, batch, plan, scale, tolerance):
     try:
         with tf.GradientTape(persistent=True) as tape:
             losses, _, factors = per_example_gradients(model, batch, plan, scale)
-            if not validation.has_random_layers(
-                model
-            ):  # else only the same pass has the same masks
+            # With random layers only the same pass has the same masks.
+            if not validation.has_random_layers(model):
                 y_pred = model(batch.x, training=True)
                 losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
@@ -103,10 +102,9 @@ def _compare_at(model, batch, plan, scale, tolerance):
         for variable, factor, reference in zip(variables, factors, expected, strict=True):
             any_gradient |= reference is not None
             zeros = np.zeros(variable.shape, np.float32)
-            if reference is not None:
-                reference = tf.convert_to_tensor(reference).numpy() / scale
-            else:
+            if reference is None:
                 reference = zeros
+            reference = tf.convert_to_tensor(reference).numpy() / scale
             result = zeros if factor is None else factor.weighted_sum(row).numpy()
             error = np.abs(result - reference).max(initial=0.0)
             if not error <= tolerance * np.abs(reference).max(initial=0.0) + 1e-6:
