@@ -44,8 +44,8 @@ def one_at_a_time(model, loss, x, y, sample_weight=None):
     return gradients
 
 
-def clip_and_sum(gradients, clip_norm, scale=None, normalize=False, gamma=0.01):
-    """Σ_i clip(s ⊙ g_i; C) in float64 NumPy, from the formulas of the specification."""
+def clip_and_sum(gradients, clip_norm, scale=None, normalize=False, gamma=0.01, square=False):
+    """Σ_i clip(s ⊙ g_i; C), or of its squares, in float64 NumPy, from the specification."""
     total = [np.zeros_like(g) for g in gradients[0]]
     for example in gradients:
         if scale is not None:
@@ -53,7 +53,8 @@ def clip_and_sum(gradients, clip_norm, scale=None, normalize=False, gamma=0.01):
         norm = np.sqrt(sum((g**2).sum() for g in example))
         clipped = min(1.0, clip_norm / max(norm, 1e-300))
         factor = clip_norm / (norm + gamma) if normalize else clipped
-        total = [t + factor * g for t, g in zip(total, example, strict=True)]
+        power = 2 if square else 1
+        total = [t + (factor * g) ** power for t, g in zip(total, example, strict=True)]
     return total
 
 

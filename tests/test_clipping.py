@@ -160,6 +160,7 @@ def test_clipped_sum_is_that_of_one_at_a_time_gradients(make, whole_model):
         Query(clip_norm=median),  # binds for half of the examples
         Query(clip_norm=median, normalize=True),
         Query(clip_norm=median, scale=[tf.constant(s) for s in scale]),
+        Query(clip_norm=median, scale=[tf.constant(s) for s in scale], square=True),
     )
     engines = Plan((), (model,)) if whole_model else plan(model)
     result = clipped_sums(model, (x, y), queries, engines)
@@ -167,6 +168,24 @@ def test_clipped_sum_is_that_of_one_at_a_time_gradients(make, whole_model):
     assert_close(result.sums[1], clip_and_sum(gradients, median))
     assert_close(result.sums[2], clip_and_sum(gradients, median, normalize=True))
     assert_close(result.sums[3], clip_and_sum(gradients, median, scale=scale))
+    assert_close(result.sums[4], clip_and_sum(gradients, median, scale=scale, square=True))
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_second_moment_of_public_rows_times_directions(make):
+    model, x, y, gradients, _ = _setup(make)
+    public = np.array([0.5, 0, 0, 0.5, 0], np.float32)  # two of the rows
+    rng = np.random.default_rng(4)
+    directions = [rng.normal(size=(3, *v.shape)) for v in model.trainable_variables]
+    query = Query(rows="public", directions=[tf.constant(d, tf.float32) for d in directions])
+    x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
+    batch = Batch(x, y, None, tf.constant(public == 0), tf.constant(public))
+    flat = np.array([np.concatenate([g.ravel() for g in example]) for example in gradients])
+    moment = np.einsum("b,bi,bj->ij", public, flat, flat)
+    along = np.concatenate([d.reshape(3, -1) for d in directions], axis=1)
+    products = np.split(along @ moment, np.cumsum([d[0].size for d in directions])[:-1], axis=1)
+    expected = [p.reshape(d.shape) for p, d in zip(products, directions, strict=True)]
+    assert_close(clipped_sums(model, batch, (query,)).sums[0], expected)
 
 
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
@@ -209,7 +228,8 @@ def test_neighbouring_batches_differ_by_at_most_the_clip_norm(make, normalize):
     def sums(x, y, mask, clip_norm, scale):
         scales = [tf.fill(v.shape, scale) for v in model.trainable_variables]
         query = Query(clip_norm=clip_norm, normalize=normalize, scale=scales)
-        return clipped_sums(model, Batch(x, y, None, mask), (query,)).sums[0]
+        queries = (query, query._replace(square=True))
+        return clipped_sums(model, Batch(x, y, None, mask), queries).sums
 
     numbers = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, 1e30, -1e30, 1e19, 1e4, 1e-30])
 
@@ -233,9 +253,10 @@ def test_neighbouring_batches_differ_by_at_most_the_clip_norm(make, normalize):
         with_row = sums(*args, tf.constant(mask), *bounds)
         mask[0] = False
         without = sums(*args, tf.constant(mask), *bounds)
-        difference = [np.float64(a) - np.float64(b) for a, b in zip(with_row, without, strict=True)]
-        distance = np.sqrt(sum((d**2).sum() for d in difference))
-        assert distance <= clip_norm * (1 + 1e-5)
+        for one, other, bound in zip(with_row, without, (clip_norm, clip_norm**2), strict=True):
+            difference = [np.float64(a) - np.float64(b) for a, b in zip(one, other, strict=True)]
+            distance = np.sqrt(sum((d**2).sum() for d in difference))
+            assert distance <= bound * (1 + 1e-5)
 
     check()
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import dp_keras_opt as dp
 from dp_keras_opt.data import Rows, with_public
-from dp_keras_opt.optimizers import PDADPMD, AdaDPS, DPAdam, moments
+from dp_keras_opt.optimizers import PDADPMD, AdaDPS, DPAdam, SubspaceAdagrad, moments
 from tests import linear_regression as linear
 from tests.linear_regression import BATCH, CLIP, PRIVATE, SAMPLING, SIGMA, SIZE, X, Y
 
@@ -26,7 +26,8 @@ def batch(public=(PUBLIC_X, PUBLIC_Y), mask=None):
 
 
 def train(model, steps, public=(PUBLIC_X, PUBLIC_Y), mask=None):
-    fed = linear.FixedNoise(model.optimizer, 40)
+    draws = sum(not part.is_public for part in model.optimizer.releases)
+    fed = linear.FixedNoise(model.optimizer, 40, draws)
     object.__setattr__(model.optimizer, "noise_source", fed)
     weights = []
     for _ in range(steps):
@@ -76,6 +77,29 @@ def side_information(steps, fed, scaled):
     return np.array(trajectory)
 
 
+def public_moment(theta):
+    """The second-moment matrix of the public rows' gradients."""
+    gradients = linear.gradients(theta, PUBLIC_X, PUBLIC_Y)
+    return gradients.T @ gradients / len(gradients)
+
+
+def subspace_adagrad(steps, fed, basis):
+    theta, v, trajectory = linear.START.copy(), np.zeros(SIZE), []
+    basis = basis.astype(np.float64)
+    for t in range(steps):
+        moved = public_moment(theta) @ basis
+        basis, _ = np.linalg.qr(moved / np.abs(moved).max() + 1e-6 * basis)
+        gradients = linear.gradients(theta)
+        norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+        squares = ((np.minimum(1, CLIP / norms) * gradients) ** 2).sum(axis=0)
+        noisy = (squares + SIGMA * CLIP**2 * fed.flat(t, draw=1)) / BATCH
+        v = v + basis @ (basis.T @ noisy)
+        step = RATE * linear.privatized(theta, fed.flat(t))
+        theta = theta - step / (np.sqrt(np.maximum(v, 0)) + EPSILON)
+        trajectory.append(theta)
+    return np.array(trajectory)
+
+
 def make_ada_dps(**changes):
     return AdaDPS(RATE, rho=GAMMA, epsilon=EPSILON, **PRIVATE | changes)
 
@@ -89,18 +113,26 @@ def make_side_information(scaled=True, **changes):
     return DPAdam(RATE, 0.8, 0.9, EPSILON, second_moment=source, **PRIVATE | changes)
 
 
-MAKERS = [make_ada_dps, make_pda, make_side_information]
+def make_subspace(**changes):
+    return SubspaceAdagrad(RATE, **{"rank": 3, "epsilon": EPSILON} | PRIVATE | changes)
+
+
+MAKERS = [make_ada_dps, make_pda, make_side_information, make_subspace]
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": False, "jit_compile": True}, {
     "physical_batch_size": 4}], ids=["eager", "xla", "chunks"])  # fmt: skip
 @pytest.mark.parametrize("make", MAKERS)
 def test_each_step_is_that_of_the_formula(make, options):
-    weights, fed = train(linear.build(make(), **options), 6)
+    model = linear.build(make(), **options)
+    model.optimizer.build(model.trainable_variables)
+    start = [np.array(v) for v in model.optimizer.variables]
+    weights, fed = train(model, 6)
     expected = {
         make_ada_dps: lambda: ada_dps(6, fed),
         make_pda: lambda: pda_dpmd(6, fed, 4),
         make_side_information: lambda: side_information(6, fed, True),
+        make_subspace: lambda: subspace_adagrad(6, fed, start[-1]),
     }[make]()
     np.testing.assert_allclose(weights, expected, rtol=3e-4, atol=3e-5)
 
@@ -135,9 +167,11 @@ def test_public_rows_are_not_in_the_private_sum_and_private_rows_not_in_the_publ
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_public_data_costs_nothing_and_the_statement_says_that_it_was_used(make):
-    plain = dp.optimizers.DPSGD(**PRIVATE)
-    assert dp.accounting.epsilon(make(), SAMPLING, 9, 1e-5) == dp.accounting.epsilon(
-        plain, SAMPLING, 9, 1e-5
+    # Two Gaussian releases from one batch compose as one with σ/√2.
+    sigma = SIGMA / np.sqrt(2) if make is make_subspace else SIGMA
+    plain = dp.optimizers.DPSGD(**PRIVATE | {"noise_multiplier": sigma})
+    assert dp.accounting.epsilon(make(), SAMPLING, 9, 1e-5) == pytest.approx(
+        dp.accounting.epsilon(plain, SAMPLING, 9, 1e-5), rel=1e-9
     )
     optimizer = make(noise_multiplier=None)
     sigma = dp.accounting.calibrate(optimizer, SAMPLING, steps=9, epsilon=1.0, delta=1e-5)
@@ -181,6 +215,32 @@ def test_serialisation(make, tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     rest, _ = train(loaded, 2)
     np.testing.assert_allclose(rest, whole[2:], rtol=1e-5)
+
+
+def test_the_subspace_becomes_the_leading_eigenvectors_of_the_public_moment():
+    model = linear.build(make_subspace())
+    model.optimizer.learning_rate = 0.0  # the moment then stays the same
+    train(model, 40)
+    basis = np.asarray(model.optimizer._basis, np.float64)
+    values, vectors = np.linalg.eigh(public_moment(linear.START))
+    assert values[-3] > 1.5 * values[-4]  # a gap, so that 40 iterations are enough
+    leading = vectors[:, -3:]
+    np.testing.assert_allclose(basis @ basis.T, leading @ leading.T, atol=1e-4)
+
+
+def test_more_directions_than_public_gradients_span_keep_an_orthonormal_basis():
+    model = linear.build(make_subspace(rank=9))  # five public rows
+    train(model, 10)
+    basis = np.asarray(model.optimizer._basis, np.float64)
+    np.testing.assert_allclose(basis.T @ basis, np.eye(9), atol=1e-4)
+
+
+def test_rank_of_the_subspace_is_checked():
+    for rank in [0, 2.5, True]:
+        with pytest.raises(ValueError, match="rank"):
+            make_subspace(rank=rank)
+    with pytest.raises(ValueError, match="exceeds the 15"):
+        train(linear.build(make_subspace(rank=16)), 1)
 
 
 def test_steps_must_be_a_positive_integer():

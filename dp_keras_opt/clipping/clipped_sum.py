@@ -86,26 +86,47 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
         else:
             weights = tf.where(finite & valid, clip_factor(tf.sqrt(squared_norm), query), 0.0)
             non_finite = tf.reduce_sum(tf.cast(valid & ~finite, tf.int64))
-        total = _weighted_sums(model, factors, weights, finite)
+        total = _answer(query, model.trainable_variables, factors, weights, finite)
         if query.scale is not None:
-            total = [t * s for t, s in zip(total, scales, strict=True)]
+            power = 2 if query.square else 1
+            total = [t * s**power for t, s in zip(total, scales, strict=True)]
         sums.append(total)
     return ClippedSums(sums, losses, y_pred, non_finite)
 
 
-def _weighted_sums(model, factors, weights, finite):
-    """Σ_i weights_i · gradient_i for each variable, examples that are not finite left out."""
+def _answer(query, variables, factors, weights, finite):
+    """What the query sums over the examples, those that are not finite left out."""
 
-    def sums(keep):
+    def answer(keep):
+        kept = [None if f is None else keep(f) for f in factors]
+        if query.directions is not None:
+            return _second_moment_products(query.directions, kept, weights)
         return [
-            tf.zeros(variable.shape) if f is None else keep(f).weighted_sum(weights)
-            for f, variable in zip(factors, model.trainable_variables, strict=True)
+            tf.zeros(variable.shape)
+            if f is None
+            else f.weighted_sum_of_squares(weights)
+            if query.square
+            else f.weighted_sum(weights)
+            for f, variable in zip(kept, variables, strict=True)
         ]
 
     # Zeroing rows costs a pass over all that was recorded, and is rarely needed.
     return tf.cond(
-        tf.reduce_all(finite), lambda: sums(lambda f: f), lambda: sums(lambda f: f.keep(finite))
+        tf.reduce_all(finite), lambda: answer(lambda f: f), lambda: answer(lambda f: f.keep(finite))
     )
+
+
+def _second_moment_products(directions, factors, weights):
+    """Σ_i weights_i · p_i⟨p_i, v⟩ for each direction v, p_i the gradient of all variables."""
+
+    def product(direction):
+        pairs = list(zip(factors, direction, strict=True))
+        inner = sum((f.inner(v) for f, v in pairs if f is not None), tf.zeros_like(weights))
+        return [
+            tf.zeros_like(v) if f is None else f.weighted_sum(weights * inner) for f, v in pairs
+        ]
+
+    return tf.map_fn(product, list(directions))
 
 
 def clip_factor(norm, query):

@@ -29,6 +29,20 @@ class Factor(abc.ABC):
     def weighted_sum(self, weights):
         """Σ_b weights_b · gradient_b, in the variable's shape."""
 
+    def weighted_sum_of_squares(self, weights):
+        """Σ_b (weights_b · gradient_b)², in the variable's shape.
+
+        The weight goes in before the square, since the square of a large gradient overflows.
+        """
+        gradients = self.materialize()
+        weights = tf.reshape(weights, (-1,) + (1,) * (gradients.shape.rank - 1))
+        return tf.reduce_sum(tf.square(weights * gradients), axis=0)
+
+    def inner(self, direction):
+        """⟨gradient_b, direction⟩ for each example b, (B,); `direction` in the variable's shape."""
+        gradients = self.materialize()
+        return tf.tensordot(gradients, direction, gradients.shape.rank - 1)
+
     @abc.abstractmethod
     def keep(self, rows):
         """The same gradients with those of examples where the boolean `rows` (B,) is False zeroed.
@@ -89,9 +103,7 @@ class Outer(Factor):
         self.order = order or tuple(range(len(layout)))
 
     def squared_norm(self, scale=None):
-        if scale is not None:
-            scale = tf.transpose(scale, np.argsort(self.order))
-            scale = tf.reshape(scale, (self.inputs.shape[-1], self.deltas.shape[-1]))
+        scale = None if scale is None else self._as_matrix(scale)
         if self.inputs.shape[1] == 1:
             # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
             (a, largest_a), (b, largest_b) = _unit_range(self.inputs), _unit_range(self.deltas)
@@ -102,7 +114,7 @@ class Outer(Factor):
         # Σ_ts (a_t·a_s)(b_t·b_s), loses half of the digits where the terms cancel, and a norm
         # that comes out too small would break the bound.)
         total = 0.0
-        for start in range(0, self.inputs.shape[-1], self._width):
+        for start in self._starts:
             gradients = self._gradients(start)
             if scale is not None:
                 gradients *= tf.transpose(scale[start : start + self._width])
@@ -110,10 +122,22 @@ class Outer(Factor):
             total += tf.reduce_sum(tf.square(gradients), axis=1)
         return _with_rounding(total, terms)
 
+    def _as_matrix(self, tensor):
+        """A tensor in the variable's shape as (I, O), and back by `_as_variable`."""
+        tensor = tf.transpose(tensor, np.argsort(self.order))
+        return tf.reshape(tensor, (self.inputs.shape[-1], self.deltas.shape[-1]))
+
+    def _as_variable(self, matrix):
+        return tf.transpose(tf.reshape(matrix, self.layout), self.order)
+
     @property
     def _width(self):
         """How many rows of the kernel make a block."""
         return max(1, BLOCK // (self.deltas.shape[-1] * (self.inputs.shape[0] or 256)))
+
+    @property
+    def _starts(self):
+        return range(0, self.inputs.shape[-1], self._width)
 
     def _gradients(self, start):
         """One block of the per-example gradients, (B, O, up to `_width` of I)."""
@@ -123,8 +147,24 @@ class Outer(Factor):
     def weighted_sum(self, weights):
         inputs = tf.reshape(self.inputs, (-1, self.inputs.shape[-1]))
         deltas = tf.reshape(self.deltas * weights[:, None, None], (-1, self.deltas.shape[-1]))
-        total = tf.matmul(inputs, deltas, transpose_a=True)
-        return tf.transpose(tf.reshape(total, self.layout), self.order)
+        return self._as_variable(tf.matmul(inputs, deltas, transpose_a=True))
+
+    def weighted_sum_of_squares(self, weights):
+        if self.inputs.shape[1] == 1:
+            inputs, largest = _unit_range(self.inputs)
+            deltas = (weights[:, None] * largest)[..., None] * self.deltas
+            squares = tf.square(inputs[:, 0]), tf.square(deltas[:, 0])
+            return self._as_variable(tf.matmul(*squares, transpose_a=True))
+        weights = weights[:, None, None]
+        blocks = [
+            tf.reduce_sum(tf.square(weights * self._gradients(start)), axis=0)
+            for start in self._starts
+        ]
+        return self._as_variable(tf.transpose(tf.concat(blocks, axis=1)))
+
+    def inner(self, direction):
+        products = tf.tensordot(self.inputs, self._as_matrix(direction), 1)
+        return tf.reduce_sum(products * self.deltas, axis=(1, 2))
 
     def keep(self, rows):
         inputs, deltas = _keep(self.inputs, rows), _keep(self.deltas, rows)
@@ -162,16 +202,30 @@ class Rows(Factor):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
         if self.ids.shape[1] == 1:
             return tf.reduce_sum(tf.square(deltas * scales), axis=(1, 2))
-        # An id that occurs n times has n equal sums, each counted 1/n.
-        same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
-        sums, repeats = tf.matmul(same, deltas), tf.reduce_sum(same, axis=2)
+        sums, repeats = self._sums()
         squares = tf.reduce_sum(tf.square(sums * scales), axis=2) / repeats
         terms = tf.norm(deltas * scales, axis=2)
         return _with_rounding(tf.reduce_sum(squares, axis=1), terms)
 
+    def _sums(self):
+        """Each position's row of the gradient (B, T, D), and at how many positions it stands."""
+        same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
+        return tf.matmul(same, self.deltas), tf.reduce_sum(same, axis=2)
+
     def weighted_sum(self, weights):
-        deltas = tf.reshape(self.deltas * weights[:, None, None], (-1, self.shape[1]))
-        return tf.math.unsorted_segment_sum(deltas, tf.reshape(self.ids, (-1,)), self.shape[0])
+        return self._scatter(self.deltas * weights[:, None, None])
+
+    def weighted_sum_of_squares(self, weights):
+        sums, repeats = self._sums()
+        squares = tf.square(weights[:, None, None] * sums)
+        return self._scatter(squares / repeats[..., None])
+
+    def inner(self, direction):
+        return tf.reduce_sum(tf.gather(direction, self.ids) * self.deltas, axis=(1, 2))
+
+    def _scatter(self, rows):
+        rows = tf.reshape(rows, (-1, self.shape[1]))
+        return tf.math.unsorted_segment_sum(rows, tf.reshape(self.ids, (-1,)), self.shape[0])
 
     def keep(self, rows):
         return Rows(self.ids, _keep(self.deltas, rows), self.shape)

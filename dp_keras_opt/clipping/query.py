@@ -16,8 +16,13 @@ class Query(NamedTuple):
         normalize: False for clip(v) = v·min(1, C/‖v‖); True for "automatic clipping",
             v·C/(‖v‖ + γ) (Bu et al. 2023). Both bound the norm by C.
         gamma: the γ of automatic clipping.
+        square: whether the square of each example's clipped contribution is summed instead,
+            coordinate by coordinate.
         rows: "private", the rows that the privacy guarantee covers; "public", the others: their
             mean, neither clipped nor noised.
+        directions: only of public rows; None, or for each trainable variable k directions
+            (k, *shape). The answer is then M·v for each direction v, M the public rows' mean of
+            p pᵀ over their gradients p of all variables together.
     """
 
     scale: Any = None
@@ -26,7 +31,17 @@ class Query(NamedTuple):
     style: str = "flat"
     normalize: bool = False
     gamma: float = 0.01
+    square: bool = False
     rows: str = "private"
+    directions: Any = None
+
+    @property
+    def sensitivity(self):
+        """By how much one row, added or removed, moves the sum: C, or C² for squares.
+
+        ‖v²‖₂ ≤ ‖v‖₂² since ‖·‖₄ ≤ ‖·‖₂. One row replaced moves it by at most twice that.
+        """
+        return self.clip_norm**2 if self.square else self.clip_norm
 
 
 #: The plain sum of gradients; what the self-check compares with `tape.gradient`.

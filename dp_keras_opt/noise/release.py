@@ -59,7 +59,7 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
             answers.append(Released([value / batch_size for value in total], 0.0))
             continue
         _check_norm(part, query.norm)
-        scale = part.multiplier * alpha * query.clip_norm
+        scale = part.multiplier * alpha * query.sensitivity
         noise = part.mechanism.unit_noise([value.shape for value in total], source)
         answers.append(
             Released(

@@ -7,7 +7,7 @@ from dp_keras_opt.optimizers.adagrad import DPAdagrad
 from dp_keras_opt.optimizers.adam import DPAdam
 from dp_keras_opt.optimizers.delayed import DP2Adagrad, DP2RMSprop, DP2Yogi
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
-from dp_keras_opt.optimizers.public_data import PDADPMD, AdaDPS
+from dp_keras_opt.optimizers.public_data import PDADPMD, AdaDPS, SubspaceAdagrad
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 from dp_keras_opt.optimizers.sgd import DPSGD
 from dp_keras_opt.optimizers.wrapper import DPOptimizer
@@ -26,6 +26,7 @@ __all__ = [
     "DPYogi",
     "PDADPMD",
     "PrivateOptimizer",
+    "SubspaceAdagrad",
     "get",
     "moments",
 ]

@@ -8,6 +8,7 @@ import math
 import numbers
 
 import keras
+import numpy as np
 from keras import ops
 
 from dp_keras_opt.clipping.query import Query
@@ -63,9 +64,7 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
-        if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-            raise ValueError(f"steps must be a positive integer, received {steps!r}.")
-        self.steps = int(steps)
+        self.steps = _positive_integer("steps", steps)
 
     def queries(self):
         return (self.query(), Query(rows="public"))
@@ -87,3 +86,111 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def get_config(self):
         return super().get_config() | {"steps": self.steps}
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
+    """Noisy AdaGrad whose noisy squares are projected on a public subspace, in diagonal form.
+
+    Every step releases Σ clip(g_i; C) and Σ clip(g_i; C)² (of each example, coordinate by
+    coordinate; sensitivity C²) as two Gaussians from one batch, both with `noise_multiplier`, and
+    is accounted as such: as if σ were σ/√2. The noisy squares are projected on the span U of the
+    `rank` leading eigenvectors of the public gradients' second-moment matrix,
+
+        v ← v + U Uᵀ(Σ clip(g_i)² + noise)/B,   w ← w − η·g̃/(√max(v, 0) + ε).
+
+    U follows the public rows of each batch by one step of subspace iteration per training step
+    (Kairouz, Ribero, Rush and Thakurta, "(Nearly) Dimension Independent Private ERM with AdaGrad
+    Rates via Publicly Estimated Subspaces", COLT 2021). A baseline: the squares of a gradient need
+    not lie where the gradients do, and what the projection takes away of them is lost.
+
+    Args:
+        learning_rate: η, a float, a Keras schedule or a callable. Defaults to 0.01.
+        rank: k, the dimension of the subspace; at most the number of weights. Memory and time grow
+            by k times the weights. Defaults to 10.
+        epsilon: added to the root. Defaults to 1e-7.
+        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
+            see `PrivateOptimizer`.
+        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+
+    Raises:
+        ValueError: an argument is out of range; or, when built, `rank` exceeds the weights.
+    """
+
+    needs_public = True
+
+    def __init__(
+        self, learning_rate=0.01, rank=10, epsilon=1e-7, *, clip_norm, batch_size, **kwargs
+    ):
+        super().__init__(
+            learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
+        )
+        self.rank = _positive_integer("rank", rank)
+        self.epsilon = epsilon
+
+    def build(self, variables):
+        if self.built:
+            return
+        weights = sum(math.prod(variable.shape) for variable in variables)
+        if self.rank > weights:
+            raise ValueError(f"rank={self.rank} exceeds the {weights} trainable weights.")
+        super().build(variables)
+        (self._second_moments,) = self.add_optimizer_variables(variables, ["second_moment"])
+        self._basis = self.add_variable(
+            (weights, self.rank),
+            initializer=keras.initializers.Orthogonal(seed=0),
+            dtype="float32",
+            name="subspace",
+        )
+
+    def queries(self):
+        plain = self.query()
+        directions = self._split(ops.transpose(self._basis))
+        return (plain, plain._replace(square=True), Query(rows="public", directions=directions))
+
+    def releases_for(self, noise_multiplier):
+        private = [Release(i, "mean", noise_multiplier, self.noise) for i in range(2)]
+        return (*private, Release(2, "public_mean", 0.0, self.noise))
+
+    def update(self, released):
+        gradient, square, products = (part.value for part in released)
+        basis = self._follow(products)
+        flat = ops.concatenate([ops.reshape(s, (-1,)) for s in square])
+        projected = ops.matmul(basis, ops.matmul(flat, basis))
+        for v, part in zip(self._second_moments, self._split(projected), strict=True):
+            self.assign_add(v, part)
+        self._apply(self._regularized(gradient))
+
+    def _follow(self, products):
+        """One step of subspace iteration: the basis becomes an orthonormal one of M·U."""
+        moved = ops.concatenate([ops.reshape(p, (self.rank, -1)) for p in products], axis=1)
+        moved = ops.divide_no_nan(moved, ops.max(ops.abs(moved)))
+        # A trace of the old basis: where M is of lower rank, the rest of it stays as it is.
+        basis, _ = ops.qr(ops.transpose(moved) + 1e-6 * ops.convert_to_tensor(self._basis))
+        self.assign(self._basis, basis)
+        return basis
+
+    def _split(self, flat):
+        """(..., weights) as one tensor per variable, (..., *shape)."""
+        shapes = [tuple(variable.shape) for variable in self._trainable_variables]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        parts = ops.split(flat, ends[:-1], axis=-1)
+        return [
+            ops.reshape(part, (*part.shape[:-1], *shape))
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def update_step(self, gradient, variable, learning_rate):
+        v = ops.convert_to_tensor(self._second_moments[self._get_variable_index(variable)])
+        root = ops.sqrt(ops.maximum(v, 0.0)) + self.epsilon
+        rate = ops.cast(learning_rate, variable.dtype)
+        self.assign_sub(variable, rate * ops.cast(gradient / root, variable.dtype))
+
+    def get_config(self):
+        return super().get_config() | {"rank": self.rank, "epsilon": self.epsilon}
+
+
+def _positive_integer(name, value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, received {value!r}.")
+    return int(value)
