@@ -1,6 +1,8 @@
 """Callbacks that report the privacy loss, and that stop before a budget is exceeded."""
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from dp_keras_opt.model import DPModel
 
@@ -111,6 +113,61 @@ class PrivacyBudget(keras.callbacks.Callback):
 
     def __str__(self):
         return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
+
+
+class OptimizerReport(keras.callbacks.Callback):
+    """Writes into the logs, at epoch ends, what the optimizer makes of the noise.
+
+    All of it is computed from released values, so it is as private as the weights are:
+
+    - `gradient_norm`: ‖mean clipped gradient‖/C of the epoch's steps, in the geometry that they are
+      clipped in: the root of the mean of ‖g̃‖² less what the noise adds to it, 0 where that is
+      negative. Near 1 the examples agree and are clipped; far below, noise outweighs signal.
+    - `negative_v`: the share of coordinates whose estimated second moment v̂ is negative, as it can
+      be for bias-corrected, independent and joint second moments; there, only ε holds the step.
+    - `v_q05`, `v_q50`, `v_q95`: quantiles of v̂ over the coordinates.
+
+    The last two appear for optimizers that keep a second moment.
+
+    Args:
+        quantiles: which quantiles of v̂ to write, numbers in [0, 1].
+    """
+
+    writes_logs = True
+
+    def __init__(self, quantiles=(0.05, 0.5, 0.95)):
+        super().__init__()
+        if not all(0 <= q <= 1 for q in quantiles):
+            raise ValueError(f"quantiles must be numbers in [0, 1], received {quantiles!r}.")
+        self.quantiles = tuple(quantiles)
+        self._squared_norm = None
+
+    def set_model(self, model):
+        super().set_model(model)
+        _check_model(self)
+        if self._observe not in model.release_observers:
+            self._squared_norm = keras.metrics.Mean(name="squared_gradient_norm")
+            model.observe_releases(self._observe)
+
+    def _observe(self, queries, released):
+        """Adds one step's ‖g̃‖² − E‖noise‖², in units of C²."""
+        part, clip_norm = released[0], queries[0].clip_norm
+        weights = sum(tf.size(g) for g in part.value)
+        noise = tf.cast(weights, tf.float32) * tf.square(part.noise_std)
+        excess = tf.square(tf.linalg.global_norm(part.value)) - noise
+        self._squared_norm.update_state(excess / tf.cast(clip_norm, tf.float32) ** 2)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._squared_norm.reset_state()
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["gradient_norm"] = float(np.sqrt(max(0.0, float(self._squared_norm.result()))))
+        estimates = self.model.optimizer.second_moment_estimates
+        if estimates:
+            v = np.concatenate([np.ravel(estimate) for estimate in estimates])
+            logs["negative_v"] = float(np.mean(v < 0))
+            for q in self.quantiles:
+                logs[f"v_q{100 * q:02.0f}"] = float(np.quantile(v, q))
 
 
 def _check_model(callback):

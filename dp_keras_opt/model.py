@@ -80,6 +80,7 @@ class DPModel(PrivateStep, keras.Model):
             "_block": None,
             "_fitting": False,
             "_non_finite": None,
+            "release_observers": (),
         }.items():
             object.__setattr__(self, name, value)
         self._ledger_state = _LedgerState(self.ledger)  # tracked, for tf.train.Checkpoint
@@ -128,6 +129,7 @@ class DPModel(PrivateStep, keras.Model):
         clipping.validate(self)
         super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
         object.__setattr__(self, "physical_batch_size", physical_batch_size)
+        object.__setattr__(self, "release_observers", ())
         self._plans.clear()
         self.ledger.close()
 
@@ -139,6 +141,14 @@ class DPModel(PrivateStep, keras.Model):
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
             self.optimizer.build(self.trainable_variables)
+
+    def observe_releases(self, observer):
+        """Calls `observer(queries, released)` in every training step from now on, until `compile`.
+
+        It is traced with the step and sees nothing but what the step releases (`noise.Released`).
+        """
+        object.__setattr__(self, "release_observers", (*self.release_observers, observer))
+        self.train_function = None  # to be traced anew
 
     # Sampling and data.
 

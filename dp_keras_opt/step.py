@@ -16,8 +16,9 @@ FLOAT16_LOSS_SCALE = 2.0**7
 class PrivateStep:
     """Mixin over `keras.Model`: what happens to one batch, from raw rows to updated weights.
 
-    It reads `optimizer`, `physical_batch_size` and `_block` (rows to process at once), and keeps
-    `_plans` (which engine serves which layer) and `_non_finite` (a count); `DPModel` has them.
+    It reads `optimizer`, `release_observers`, `physical_batch_size` and `_block` (rows to process
+    at once), and keeps `_plans` (which engine serves which layer) and `_non_finite` (a count);
+    `DPModel` has them.
     """
 
     def train_step(self, data):
@@ -46,6 +47,8 @@ class PrivateStep:
         # The step counter then proves that a batch was used: a graph would advance it without one.
         with tf.control_dependencies(tf.nest.flatten(sums)):
             optimizer.update(released)
+        for observe in self.release_observers:
+            observe(queries, released)
         return self.get_metrics_result()
 
     def _plan(self, batch):

@@ -83,6 +83,13 @@ class AdaptiveOptimizer(PrivateOptimizer):
     def update(self, released):
         self._apply(self._regularized(self.second_moment.receive(self, released)))
 
+    @property
+    def second_moment_estimates(self):
+        return [
+            self.second_moment.estimate(self, ops.convert_to_tensor(v), self.iterations)
+            for v in self.geometry_moments
+        ]
+
     def _take_in(self, gradient, variable):
         """Updates v of one variable and returns what its step is divided by."""
         index = self._get_variable_index(variable)

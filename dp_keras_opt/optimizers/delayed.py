@@ -122,6 +122,10 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         place = self.iterations % sum(self.delay)
         return place >= self.delay[0], ops.equal(place, self.delay[0] - 1)
 
+    @property
+    def second_moment_estimates(self):
+        return [ops.convert_to_tensor(v) for v in self._second_moments]
+
     def _geometry(self, adaptive):
         return [
             ops.where(adaptive, 1.0 / (ops.sqrt(v) + self.epsilon), 1.0)

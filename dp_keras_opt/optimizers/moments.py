@@ -64,7 +64,7 @@ class SecondMoment:
         return rule.accumulate(v, ops.square(gradient))
 
     def estimate(self, rule, v, steps):
-        """v̂ after this many steps."""
+        """v̂ after this many steps; where noise was taken off or added, it may be negative."""
         return rule.corrected(v, steps)
 
     def root(self, rule, v_hat):
@@ -123,9 +123,12 @@ class BiasCorrected(SecondMoment):
         rule.assign(self._power, rule.accumulate(ops.convert_to_tensor(self._power), power))
         return super().receive(rule, released)
 
+    def estimate(self, rule, v, steps):
+        phi = rule.corrected(ops.convert_to_tensor(self._power), steps)
+        return super().estimate(rule, v, steps) - phi
+
     def root(self, rule, v_hat):
-        phi = rule.corrected(ops.convert_to_tensor(self._power), rule.iterations + 1)
-        return ops.sqrt(ops.maximum(v_hat - phi, rule.epsilon**2))
+        return ops.sqrt(ops.maximum(v_hat, rule.epsilon**2))
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")

@@ -240,6 +240,11 @@ class PrivateOptimizer:
 
     # What is done with the answers: post-processing.
 
+    @property
+    def second_moment_estimates(self):
+        """v̂ of each variable before any floor, from released values; empty for rules without v."""
+        return []
+
     def update(self, released):
         """Updates the variables from the privatized statistics.
 

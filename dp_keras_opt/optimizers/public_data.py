@@ -161,6 +161,10 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
             self.assign_add(v, part)
         self._apply(self._regularized(gradient))
 
+    @property
+    def second_moment_estimates(self):
+        return [ops.convert_to_tensor(v) for v in self._second_moments]
+
     def _follow(self, products):
         """One step of subspace iteration: the basis becomes an orthonormal one of M·U."""
         moved = ops.concatenate([ops.reshape(p, (self.rank, -1)) for p in products], axis=1)
