@@ -21,7 +21,7 @@ class Query(NamedTuple):
         rows: "private", the rows that the privacy guarantee covers; "public", the others: their
             mean, neither clipped nor noised.
         directions: only of public rows; None, or for each trainable variable k directions
-            (k, *shape). The answer is then M·v for each direction v, M the public rows' mean of
+            `(k, *shape)`. The answer is then M·v for each direction v, M the public rows' mean of
             p pᵀ over their gradients p of all variables together.
     """
 
