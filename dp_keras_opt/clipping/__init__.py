@@ -1,8 +1,18 @@
 """Steps 1 and 2 of the pipeline: per-example gradients, clipped and summed."""
 
 from dp_keras_opt.clipping.clipped_sum import Batch, ClippedSums, clipped_sums
+from dp_keras_opt.clipping.explain import explain
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.clipping.self_check import checked_plan
 from dp_keras_opt.clipping.validation import fix, validate
 
-__all__ = ["Batch", "ClippedSums", "Query", "checked_plan", "clipped_sums", "fix", "validate"]
+__all__ = [
+    "Batch",
+    "ClippedSums",
+    "Query",
+    "checked_plan",
+    "clipped_sums",
+    "explain",
+    "fix",
+    "validate",
+]

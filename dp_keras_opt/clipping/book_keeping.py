@@ -32,6 +32,11 @@ class Plan(NamedTuple):
     sequential: bool = False
     splits: dict | None = None
 
+    def without_rules_for(self, layers):
+        """The plan that gives these layers to the general engine."""
+        ruled = tuple(layer for layer in self.ruled if layer not in layers)
+        return self._replace(ruled=ruled, general=(*self.general, *layers), splits={})
+
 
 class Call(NamedTuple):
     """One call of a layer during the forward pass.
@@ -119,7 +124,12 @@ def _recorder(layer, calls):
             with _patched(layer, "activation", activation):
                 outputs = forward(inputs, *args, **kwargs)
         (source,) = products
-        calls.append(Call(source, lambda deltas: rule.factors(layer, inputs, deltas), source))
+        options = {k: v for k, v in kwargs.items() if k not in ("training", "mask")}
+
+        def factors(deltas):
+            return rule.factors(layer, deltas, inputs, *args, **options)
+
+        calls.append(Call(source, factors, source))
         return outputs
 
     return call

@@ -1,12 +1,14 @@
 """Steps 1-3: geometry, bound, sum. The only code that sees raw gradients."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from dp_keras_opt.clipping import book_keeping
+from dp_keras_opt.clipping import book_keeping, per_example
 from dp_keras_opt.clipping.book_keeping import recording
+from dp_keras_opt.clipping.factors import rounding
 
 
 class Batch(NamedTuple):
@@ -76,15 +78,18 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
     sums, non_finite = [], 0
     for query in queries:
         scales = query.scale or [None] * len(factors)
-        squared_norm = sum(
-            (f.squared_norm(s) for f, s in zip(factors, scales, strict=True) if f is not None),
-            start=tf.zeros(tf.shape(losses)),
-        )
-        finite = tf.math.is_finite(squared_norm) & tf.math.is_finite(losses)
+        groups = clip_groups(model, query)
+        norms = [_norm(query.norm, factors, scales, indices) for indices, _ in groups]
+        norms = [norm + tf.zeros(tf.shape(losses)) for norm in norms]
+        finite = tf.reduce_all(tf.math.is_finite([losses, *norms]), axis=0)
         if query.rows == "public":
-            weights = tf.where(finite, batch.public, 0.0)
+            weights = [tf.where(finite, batch.public, 0.0)] * len(factors)
         else:
-            weights = tf.where(finite & valid, clip_factor(tf.sqrt(squared_norm), query), 0.0)
+            weights = [None] * len(factors)
+            for norm, (indices, bound) in zip(norms, groups, strict=True):
+                weight = tf.where(finite & valid, clip_factor(norm, bound, query), 0.0)
+                for index in indices:
+                    weights[index] = weight
             non_finite = tf.reduce_sum(tf.cast(valid & ~finite, tf.int64))
         total = _answer(query, model.trainable_variables, factors, weights, finite)
         if query.scale is not None:
@@ -100,14 +105,14 @@ def _answer(query, variables, factors, weights, finite):
     def answer(keep):
         kept = [None if f is None else keep(f) for f in factors]
         if query.directions is not None:
-            return _second_moment_products(query.directions, kept, weights)
+            return _second_moment_products(query.directions, kept, weights[0])
         return [
             tf.zeros(variable.shape)
             if f is None
-            else f.weighted_sum_of_squares(weights)
+            else f.weighted_sum_of_squares(w)
             if query.square
-            else f.weighted_sum(weights)
-            for f, variable in zip(kept, variables, strict=True)
+            else f.weighted_sum(w)
+            for f, w, variable in zip(kept, weights, variables, strict=True)
         ]
 
     # Zeroing rows costs a pass over all that was recorded, and is rarely needed.
@@ -129,11 +134,64 @@ def _second_moment_products(directions, factors, weights):
     return tf.map_fn(product, list(directions))
 
 
-def clip_factor(norm, query):
+def clip_groups(model, query):
+    """Which variables are clipped together, and to what bound.
+
+    Returns:
+        A list of (indices into `model.trainable_variables`, bound C_l).
+
+    Raises:
+        ValueError: proportions are given, and not for exactly the layers that are trained.
+    """
+    variables = model.trainable_variables
+    if query.style == "flat" or query.rows == "public":
+        return [(range(len(variables)), query.clip_norm)]
+    by_layer = variables_by_layer(model)
+    shares = dict.fromkeys(by_layer, 1.0) if query.style == "per_layer" else query.style
+    if set(shares) != set(by_layer):
+        raise ValueError(
+            f"clipping={query.style!r} must name exactly the layers that are trained: "
+            f"{sorted(by_layer)}."
+        )
+    whole = sum(shares.values()) if query.norm == "l1" else math.hypot(*shares.values())
+    index = {id(variable): place for place, variable in enumerate(variables)}
+    return [
+        ([index[id(v)] for v in owned], query.clip_norm * (shares[name] / whole))
+        for name, owned in by_layer.items()
+    ]
+
+
+def variables_by_layer(model):
+    """The trainable variables of each layer that owns some, by the layer's name.
+
+    A variable of several layers belongs to the first. Layers of equal names are told apart by the
+    path of their variables.
+    """
+    owners, seen = {}, set()
+    for layer in model._flatten_layers():
+        below = {id(v) for child in per_example.children(layer) for v in child.trainable_variables}
+        owned = [v for v in layer.trainable_variables if id(v) not in below | seen]
+        seen.update(id(v) for v in owned)
+        if owned:
+            name = layer.name if layer.name not in owners else owned[0].path.rpartition("/")[0]
+            owners[name] = owned
+    return owners
+
+
+def _norm(kind, factors, scales, indices):
+    """The norm of each example's gradient of these variables, (B,); 0.0 where none is used."""
+    used = [(factors[i], scales[i]) for i in indices if factors[i] is not None]
+    if kind == "l1":
+        return sum((factor.l1_norm(scale) for factor, scale in used), start=0.0)
+    return tf.sqrt(sum((factor.squared_norm(scale) for factor, scale in used), start=0.0))
+
+
+def clip_factor(norm, bound, query):
     """The number ≤ C/‖v‖ that an example with this norm is multiplied with."""
+    norm = norm * (1 + rounding())  # what the products of the sum may be rounded up by
     if query.normalize:
-        return query.clip_norm / (norm + query.gamma)
-    return tf.minimum(1.0, query.clip_norm / norm)
+        return bound / (norm + query.gamma)
+    return tf.minimum(1.0, bound / norm)
 
 
 def per_example_gradients(model, batch, plan, loss_scale=1.0):

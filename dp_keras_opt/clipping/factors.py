@@ -1,29 +1,43 @@
 """Per-example gradients of one variable, in factored form.
 
-Book-keeping never writes down the (rows, *shape) tensor of per-example gradients. It keeps what the
-backward pass already has and answers two questions from it: the squared norm of each example's
-gradient, and a weighted sum over the examples. In shapes below, B is the number of rows.
+Book-keeping never writes down more of the (rows, *shape) tensor of per-example gradients than it
+must. It keeps what the backward pass already has and answers two questions from it: the norm of
+each example's gradient, and a weighted sum over the examples. In shapes below, B is the number of
+rows.
+
+A norm must not come out too small, or the bound would break. Where terms cancel, rounding could
+make it so; `_with_rounding` then adds what rounding may have taken.
 """
 
 import abc
-import math
 
 import numpy as np
 import tensorflow as tf
-
-#: Bound on the relative rounding error of a term in a float32 sum of products.
-ROUNDING = 2.0**-21
 
 #: Largest temporary of a norm computation, in float32 numbers (128 MB).
 BLOCK = 2**25
 
 
+def rounding():
+    """Bound on the relative rounding error of a term in a float32 sum of products."""
+    # TensorFlow lets GPUs round the factors of a matrix product to 11 bits.
+    coarse = tf.config.experimental.tensor_float_32_execution_enabled()
+    return 2.0**-9 if coarse and tf.config.list_physical_devices("GPU") else 2.0**-21
+
+
 class Factor(abc.ABC):
-    """Per-example gradients of one variable; float32 throughout."""
+    """Per-example gradients of one variable; float32 throughout.
+
+    Whoever adds one may leave the methods that are not abstract to `materialize`.
+    """
 
     @abc.abstractmethod
     def squared_norm(self, scale=None):
-        """‖scale ⊙ gradient_b‖² for each example b, (B,); `scale` has the variable's shape."""
+        """‖scale ⊙ gradient_b‖₂² for each example b, (B,); `scale` has the variable's shape."""
+
+    def l1_norm(self, scale=None):
+        """‖scale ⊙ gradient_b‖₁ for each example b, (B,)."""
+        return _l1(_scaled(self.materialize(), scale))
 
     @abc.abstractmethod
     def weighted_sum(self, weights):
@@ -54,13 +68,13 @@ class Factor(abc.ABC):
     def materialize(self):
         """The per-example gradients themselves, (B, *shape)."""
 
-    @abc.abstractmethod
     def join(self, other):
         """The sum of the gradients of two uses of the same variable, as one factor."""
+        return Materialized(self.materialize() + other.materialize())
 
 
 class Materialized(Factor):
-    """The gradients themselves: for biases, and for layers without a rule.
+    """The gradients themselves: for biases, scales, and layers without a rule.
 
     Args:
         gradients: (B, *shape).
@@ -70,8 +84,7 @@ class Materialized(Factor):
         self.gradients = tf.cast(gradients, tf.float32)
 
     def squared_norm(self, scale=None):
-        scaled = self.gradients if scale is None else self.gradients * scale
-        return tf.reduce_sum(tf.square(scaled), axis=range(1, scaled.shape.rank))
+        return _l2_squared(_scaled(self.gradients, scale))
 
     def weighted_sum(self, weights):
         return tf.tensordot(weights, self.gradients, 1)
@@ -82,105 +95,152 @@ class Materialized(Factor):
     def materialize(self):
         return self.gradients
 
-    def join(self, other):
-        return Materialized(self.gradients + other.materialize())
-
 
 class Outer(Factor):
     """Sums of outer products, Σ_t inputs_t ⊗ deltas_t: dense layers and convolutions.
 
     Args:
-        inputs: (B, T, I), what the kernel was multiplied with; T positions or uses.
-        deltas: (B, T, O), the gradient of the loss in the products.
-        layout: the I·O entries as axes, in the order of `inputs` and `deltas`.
-        order: permutation of `layout` that gives the variable's axes; None if they are the same.
+        inputs: (B, G, T, I), what the kernel was multiplied with; T positions or uses, and G groups
+            that have kernels of their own.
+        deltas: (B, G, T, O), the gradient of the loss in the products.
+        shape: of the variable.
+        layout: the G·I·O entries as axes, in the order of the arguments; None if that is `shape`.
+        order: permutation of `layout` that gives the variable's entries in their order.
     """
 
-    def __init__(self, inputs, deltas, layout, order=None):
+    def __init__(self, inputs, deltas, shape, layout=None, order=None):
         self.inputs = tf.cast(inputs, tf.float32)
         self.deltas = tf.cast(deltas, tf.float32)
-        self.layout = layout
-        self.order = order or tuple(range(len(layout)))
+        self.shape = tuple(shape)
+        self.layout = tuple(layout or shape)
+        self.order = tuple(order or range(len(self.layout)))
+        self._gradients = None
+
+    @property
+    def _sizes(self):
+        (_, groups, positions, inputs), outputs = self.inputs.shape, self.deltas.shape[-1]
+        return groups, positions, inputs, outputs
 
     def squared_norm(self, scale=None):
-        scale = None if scale is None else self._as_matrix(scale)
-        if self.inputs.shape[1] == 1:
-            # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
-            (a, largest_a), (b, largest_b) = _unit_range(self.inputs), _unit_range(self.deltas)
-            norms = tf.sqrt(_squares_of_terms(a, b, scale)) * largest_a * largest_b
-            return tf.square(norms[:, 0])
-        terms = tf.sqrt(_squares_of_terms(self.inputs, self.deltas, scale))
-        # Otherwise block by block of the rows of the kernel. (The Gram form,
-        # Σ_ts (a_t·a_s)(b_t·b_s), loses half of the digits where the terms cancel, and a norm
-        # that comes out too small would break the bound.)
-        total = 0.0
-        for start in self._starts:
-            gradients = self._gradients(start)
-            if scale is not None:
-                gradients *= tf.transpose(scale[start : start + self._width])
-            gradients = tf.reshape(gradients, (-1, gradients.shape[1] * gradients.shape[2]))
-            total += tf.reduce_sum(tf.square(gradients), axis=1)
-        return _with_rounding(total, terms)
+        matrix = None if scale is None else self._as_matrix(scale)
+        groups, positions, inputs, outputs = self._sizes
+        if positions == 1:
+            return tf.square(tf.norm(self._norms_of_terms(matrix)[..., 0], axis=1))
+        if self._is_small:
+            return _l2_squared(_scaled(self._materialized(), matrix))
+        if matrix is None and positions is not None and self._gram_is_cheaper:
+            return _with_rounding(self._gram_norm(), self._norms_of_terms(None), products=True)
+        total = sum(_l2_squared(block) for block in self._blocks(matrix))
+        return _with_rounding(total, self._norms_of_terms(matrix))
+
+    def l1_norm(self, scale=None):
+        matrix = None if scale is None else self._as_matrix(scale)
+        if self._sizes[1] != 1 and self._is_small:
+            return _l1(_scaled(self._materialized(), matrix))
+        a, b = tf.abs(self.inputs), tf.abs(self.deltas)
+        if matrix is None:
+            terms = tf.reduce_sum(a, axis=3) * tf.reduce_sum(b, axis=3)
+        else:
+            terms = tf.reduce_sum(_through(a, matrix) * b, axis=3)
+        if self._sizes[1] == 1:
+            return tf.reduce_sum(terms, axis=(1, 2))
+        total = sum(_l1(block) for block in self._blocks(matrix))
+        return total + rounding() * tf.reduce_sum(terms, axis=(1, 2))
+
+    def _norms_of_terms(self, matrix):
+        """‖S ∘ (a_t ⊗ b_t)‖₂ for each group and position, (B, G, T)."""
+        # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
+        (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
+        if matrix is None:
+            squares = tf.reduce_sum(tf.square(a), axis=3) * tf.reduce_sum(tf.square(b), axis=3)
+        else:  # Σ_jk S_jk² a_j² b_k²
+            spread = _through(tf.square(a), tf.square(matrix))
+            squares = tf.reduce_sum(spread * tf.square(b), axis=3)
+        return tf.sqrt(squares) * largest_a[..., 0] * largest_b[..., 0]
+
+    @property
+    def _is_small(self):
+        """Whether the per-example gradients take no more room than what was recorded."""
+        _, positions, inputs, outputs = self._sizes
+        return positions is not None and inputs * outputs <= 2 * positions * (inputs + outputs)
+
+    @property
+    def _gram_is_cheaper(self):
+        _, positions, inputs, outputs = self._sizes
+        return positions * (inputs + outputs) < inputs * outputs
+
+    def _gram_norm(self):
+        """Σ_ts (a_t·a_s)(b_t·b_s): the squared norm of Σ_t a_t ⊗ b_t, in T² products."""
+        (a, largest_a), (b, largest_b) = (
+            _unit_range(t, (1, 2, 3)) for t in (self.inputs, self.deltas)
+        )
+        grams = tf.matmul(a, a, transpose_b=True) * tf.matmul(b, b, transpose_b=True)
+        norm = tf.sqrt(tf.maximum(tf.reduce_sum(grams, axis=(1, 2, 3)), 0.0))
+        return tf.square(norm * (largest_a * largest_b)[:, 0, 0, 0])
+
+    def _blocks(self, matrix):
+        """The per-example gradients (B, G, some of I, O), times the geometry (G, I, O)."""
+        groups, _, inputs, outputs = self._sizes
+        width = max(1, BLOCK // (groups * outputs * (self.inputs.shape[0] or 256)))
+        for start in range(0, inputs, width):
+            part = self.inputs[..., start : start + width]
+            gradients = tf.matmul(part, self.deltas, transpose_a=True)
+            yield _scaled(gradients, None if matrix is None else matrix[:, start : start + width])
+
+    def _materialized(self):
+        """The per-example gradients (B, G, I, O), computed once."""
+        if self._gradients is None:
+            self._gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
+        return self._gradients
 
     def _as_matrix(self, tensor):
-        """A tensor in the variable's shape as (I, O), and back by `_as_variable`."""
-        tensor = tf.transpose(tensor, np.argsort(self.order))
-        return tf.reshape(tensor, (self.inputs.shape[-1], self.deltas.shape[-1]))
+        """A tensor in the variable's shape as (G, I, O); `_as_variable` goes back."""
+        tensor = tf.reshape(tensor, [self.layout[axis] for axis in self.order])
+        groups, _, inputs, outputs = self._sizes
+        return tf.reshape(tf.transpose(tensor, np.argsort(self.order)), (groups, inputs, outputs))
 
     def _as_variable(self, matrix):
-        return tf.transpose(tf.reshape(matrix, self.layout), self.order)
-
-    @property
-    def _width(self):
-        """How many rows of the kernel make a block."""
-        return max(1, BLOCK // (self.deltas.shape[-1] * (self.inputs.shape[0] or 256)))
-
-    @property
-    def _starts(self):
-        return range(0, self.inputs.shape[-1], self._width)
-
-    def _gradients(self, start):
-        """One block of the per-example gradients, (B, O, up to `_width` of I)."""
-        inputs = self.inputs[..., start : start + self._width]
-        return tf.matmul(self.deltas, inputs, transpose_a=True)
+        return tf.reshape(tf.transpose(tf.reshape(matrix, self.layout), self.order), self.shape)
 
     def weighted_sum(self, weights):
-        inputs = tf.reshape(self.inputs, (-1, self.inputs.shape[-1]))
-        deltas = tf.reshape(self.deltas * weights[:, None, None], (-1, self.deltas.shape[-1]))
-        return self._as_variable(tf.matmul(inputs, deltas, transpose_a=True))
+        if self._gradients is not None:
+            return self._as_variable(tf.tensordot(weights, self._gradients, 1))
+        weighted = self.deltas * weights[:, None, None, None]
+        if self._sizes[0] == 1:
+            inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (self.inputs, weighted))
+            return self._as_variable(tf.matmul(inputs, deltas, transpose_a=True))
+        return self._as_variable(tf.einsum("bgti,bgto->gio", self.inputs, weighted))
 
     def weighted_sum_of_squares(self, weights):
-        if self.inputs.shape[1] == 1:
-            inputs, largest = _unit_range(self.inputs)
-            deltas = (weights[:, None] * largest)[..., None] * self.deltas
-            squares = tf.square(inputs[:, 0]), tf.square(deltas[:, 0])
+        weights = weights[:, None, None, None]
+        if self._sizes[:2] == (1, 1):
+            a, largest = _unit_range(self.inputs, 3)
+            squares = tf.square(a[:, 0, 0]), tf.square((weights * largest * self.deltas)[:, 0, 0])
             return self._as_variable(tf.matmul(*squares, transpose_a=True))
-        weights = weights[:, None, None]
-        blocks = [
-            tf.reduce_sum(tf.square(weights * self._gradients(start)), axis=0)
-            for start in self._starts
-        ]
-        return self._as_variable(tf.transpose(tf.concat(blocks, axis=1)))
+        blocks = [tf.reduce_sum(tf.square(weights * g), axis=0) for g in self._blocks(None)]
+        return self._as_variable(tf.concat(blocks, axis=1))
 
     def inner(self, direction):
-        products = tf.tensordot(self.inputs, self._as_matrix(direction), 1)
-        return tf.reduce_sum(products * self.deltas, axis=(1, 2))
+        products = _through(self.inputs, self._as_matrix(direction))
+        return tf.reduce_sum(products * self.deltas, axis=(1, 2, 3))
 
     def keep(self, rows):
         inputs, deltas = _keep(self.inputs, rows), _keep(self.deltas, rows)
-        return Outer(inputs, deltas, self.layout, self.order)
+        return Outer(inputs, deltas, self.shape, self.layout, self.order)
 
     def materialize(self):
-        gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
-        gradients = tf.reshape(gradients, (-1, *self.layout))
-        return tf.transpose(gradients, (0, *(axis + 1 for axis in self.order)))
+        gradients = tf.reshape(self._materialized(), (-1, *self.layout))
+        gradients = tf.transpose(gradients, (0, *(axis + 1 for axis in self.order)))
+        return tf.reshape(gradients, (-1, *self.shape))
 
     def join(self, other):
+        if isinstance(other, Rows):
+            return RowsAndOuter(other, self)
         if not isinstance(other, Outer) or (self.layout, self.order) != (other.layout, other.order):
-            return Materialized(self.materialize()).join(other)
-        inputs = tf.concat([self.inputs, other.inputs], axis=1)
-        deltas = tf.concat([self.deltas, other.deltas], axis=1)
-        return Outer(inputs, deltas, self.layout, self.order)
+            return super().join(other)
+        inputs = tf.concat([self.inputs, other.inputs], axis=2)
+        deltas = tf.concat([self.deltas, other.deltas], axis=2)
+        return Outer(inputs, deltas, self.shape, self.layout, self.order)
 
 
 class Rows(Factor):
@@ -195,17 +255,22 @@ class Rows(Factor):
     def __init__(self, ids, deltas, shape):
         self.ids = ids
         self.deltas = tf.cast(deltas, tf.float32)
-        self.shape = shape
+        self.shape = tuple(shape)
 
     def squared_norm(self, scale=None):
-        deltas = self.deltas
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
         if self.ids.shape[1] == 1:
-            return tf.reduce_sum(tf.square(deltas * scales), axis=(1, 2))
+            return _l2_squared(self.deltas * scales)
         sums, repeats = self._sums()
         squares = tf.reduce_sum(tf.square(sums * scales), axis=2) / repeats
-        terms = tf.norm(deltas * scales, axis=2)
+        terms = tf.norm(self.deltas * scales, axis=2)
         return _with_rounding(tf.reduce_sum(squares, axis=1), terms)
+
+    def l1_norm(self, scale=None):
+        scales = 1.0 if scale is None else tf.gather(scale, self.ids)
+        sums, repeats = self._sums()
+        total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
+        return total + rounding() * _l1(self.deltas * scales)
 
     def _sums(self):
         """Each position's row of the gradient (B, T, D), and at how many positions it stands."""
@@ -234,41 +299,101 @@ class Rows(Factor):
         return tf.matmul(tf.one_hot(self.ids, self.shape[0]), self.deltas, transpose_a=True)
 
     def join(self, other):
+        if isinstance(other, Outer):
+            return RowsAndOuter(self, other)
         if not isinstance(other, Rows):
-            return Materialized(self.materialize()).join(other)
+            return super().join(other)
         ids = tf.concat([self.ids, tf.cast(other.ids, self.ids.dtype)], axis=1)
         return Rows(ids, tf.concat([self.deltas, other.deltas], axis=1), self.shape)
 
 
-def flatten_positions(tensor):
-    """(B, ..., C) as (B, T, C), with T = 1 for (B, C)."""
-    positions = math.prod(tensor.shape[1:-1]) if None not in tensor.shape[1:-1] else -1
-    rows = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
-    return tf.reshape(tensor, (rows, positions, tensor.shape[-1]))
+class RowsAndOuter(Factor):
+    """An embedding whose table is also the output projection: a look-up plus a matrix product.
 
-
-def _squares_of_terms(a, b, scale):
-    """‖S ∘ (a_t ⊗ b_t)‖² for each position, (B, T): ‖a‖²‖b‖², or Σ_jk S_jk² a_j² b_k²."""
-    if scale is None:
-        return tf.reduce_sum(tf.square(a), axis=2) * tf.reduce_sum(tf.square(b), axis=2)
-    spread = tf.matmul(tf.reshape(tf.square(a), (-1, a.shape[2])), tf.square(scale))
-    return tf.reduce_sum(tf.reshape(spread, tf.shape(b)) * tf.square(b), axis=2)
-
-
-def _unit_range(tensor):
-    """(B, T, C) over its largest entry at each position, and that entry (B, T)."""
-    largest = tf.reduce_max(tf.abs(tensor), axis=2)
-    return tf.math.divide_no_nan(tensor, largest[..., None]), largest
-
-
-def _with_rounding(squared_norm, terms):
-    """The squared norm of a sum, with what rounding may have taken from it.
-
-    Where the terms (B, T) cancel, the sum that is released can be off by their own rounding: the
-    norm is raised by that, which can only clip more.
+    Args:
+        rows: `Rows` of the look-ups.
+        outer: `Outer` with inputs (B, 1, T, V) and deltas (B, 1, T, D), of the projection.
     """
-    error = ROUNDING * tf.reduce_sum(terms, axis=1)
-    return tf.square(tf.sqrt(squared_norm) + error)
+
+    def __init__(self, rows, outer):
+        self.rows = rows
+        self.outer = outer
+
+    def squared_norm(self, scale=None):
+        rows, outer = self.rows.squared_norm(scale), self.outer.squared_norm(scale)
+        total = tf.maximum(rows + outer + 2 * self._cross(scale), 0.0)
+        return _with_rounding(total, tf.sqrt(tf.stack([rows, outer], axis=1)), products=True)
+
+    def _cross(self, scale):
+        """⟨scale ⊙ look-ups, scale ⊙ projection⟩ for each example, through the rows looked up."""
+        ids, looked_up = self.rows.ids, self.rows.deltas
+        if scale is not None:
+            looked_up *= tf.square(tf.gather(scale, ids))
+        at_ids = tf.gather(self.outer.inputs[:, 0], ids, axis=2, batch_dims=1)  # (B, T, looked up)
+        products = tf.matmul(self.outer.deltas[:, 0], looked_up, transpose_b=True)
+        return tf.reduce_sum(at_ids * products, axis=(1, 2))
+
+    def weighted_sum(self, weights):
+        return self.rows.weighted_sum(weights) + self.outer.weighted_sum(weights)
+
+    def inner(self, direction):
+        return self.rows.inner(direction) + self.outer.inner(direction)
+
+    def keep(self, rows):
+        return RowsAndOuter(self.rows.keep(rows), self.outer.keep(rows))
+
+    def materialize(self):
+        return self.rows.materialize() + self.outer.materialize()
+
+    def join(self, other):
+        if isinstance(other, Rows):
+            return RowsAndOuter(self.rows.join(other), self.outer)
+        joined = self.outer.join(other)
+        return RowsAndOuter(self.rows, joined) if type(joined) is Outer else super().join(other)
+
+
+def sizes_of(tensor):
+    """The sizes of the axes: numbers where they are static, else scalar tensors."""
+    dynamic = tf.shape(tensor)
+    return [dynamic[axis] if size is None else size for axis, size in enumerate(tensor.shape)]
+
+
+def _l2_squared(gradients):
+    return tf.reduce_sum(tf.square(gradients), axis=range(1, gradients.shape.rank))
+
+
+def _l1(gradients):
+    return tf.reduce_sum(tf.abs(gradients), axis=range(1, gradients.shape.rank))
+
+
+def _scaled(gradients, scale):
+    return gradients if scale is None else gradients * scale
+
+
+def _through(inputs, matrix):
+    """(B, G, T, I) times (G, I, O) as one product of matrices a group, without broadcasting."""
+    if matrix.shape[0] == 1:
+        return tf.tensordot(inputs, matrix[0], 1)
+    return tf.einsum("bgti,gio->bgto", inputs, matrix)
+
+
+def _unit_range(tensor, axis):
+    """A tensor over its largest entry along `axis`, and that entry."""
+    largest = tf.reduce_max(tf.abs(tensor), axis=axis, keepdims=True)
+    return tf.math.divide_no_nan(tensor, largest), largest
+
+
+def _with_rounding(squared_norm, terms, products=False):
+    """The squared norm of a sum of terms whose norms are `terms` (B, ...), made safe.
+
+    Rounding moves the sum, which is computed and released elsewhere, by at most ρ·Σ terms; and the
+    squared norm, where it was found from products of terms, by at most ρ(Σ terms)². The norm is
+    raised by that, which can only clip more.
+    """
+    total = tf.reduce_sum(terms, axis=range(1, terms.shape.rank))
+    if products:
+        squared_norm += rounding() * tf.square(total)
+    return tf.square(tf.sqrt(squared_norm) + rounding() * total)
 
 
 def _keep(tensor, rows):

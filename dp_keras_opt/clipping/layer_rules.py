@@ -2,14 +2,19 @@
 
 A rule serves exactly the class that it is registered for (a subclass may compute something else)
 and only the configurations that its `when` admits; every other layer goes to the general engine.
+`Σ a ⊗ b` in the docstrings is the gradient of a kernel: inputs a, output gradients b, summed over
+positions.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras import layers
 
-from dp_keras_opt.clipping.factors import Materialized, Outer, Rows, flatten_positions
+from dp_keras_opt.clipping.factors import Materialized, Outer, Rows, sizes_of
+from dp_keras_opt.clipping.patches import channels_last, convolution_patches, depthwise_gradients
 
 _RULES = {}
 
@@ -18,8 +23,9 @@ class Rule(NamedTuple):
     """How the book-keeping engine serves a layer.
 
     Attributes:
-        factors: function of (layer, inputs, deltas) that yields (variable, Factor) pairs, where
-            `deltas` is the gradient of the loss in the layer's output before its activation.
+        factors: function of (layer, deltas, *args, **kwargs) that yields (variable, Factor) pairs,
+            where `deltas` is the gradient of the loss in the layer's output before its activation,
+            and the others are the arguments of the call.
         when: function of the layer; False where the rule does not hold.
     """
 
@@ -27,11 +33,12 @@ class Rule(NamedTuple):
     when: Any
 
 
-def rule(layer_class, when=lambda layer: True):
-    """Registers the decorated generator as the rule of `layer_class`."""
+def rule(*layer_classes, when=lambda layer: True):
+    """Registers the decorated generator as the rule of these classes."""
 
     def register(factors):
-        _RULES[layer_class] = Rule(factors, when)
+        for layer_class in layer_classes:
+            _RULES[layer_class] = Rule(factors, when)
         return factors
 
     return register
@@ -40,61 +47,287 @@ def rule(layer_class, when=lambda layer: True):
 def rule_for(layer):
     """The rule of this layer, or None."""
     found = _RULES.get(type(layer))
-    plain = (
-        getattr(layer, "quantization_mode", None) is None
-        and not getattr(layer, "lora_enabled", False)
-        and not getattr(layer, "_remat_mode", None)
+    plain = getattr(layer, "quantization_mode", None) is None and not getattr(
+        layer, "_remat_mode", None
     )
     return found if found is not None and plain and found.when(layer) else None
 
 
-def _bias(deltas):
-    """The gradient of a bias over the last axis: the sum over the positions."""
-    return Materialized(tf.reduce_sum(tf.cast(deltas, tf.float32), axis=1))
+def _has_no_lora(layer):
+    return not getattr(layer, "lora_enabled", False)
 
 
-@rule(keras.layers.Dense)
-def dense(layer, inputs, deltas):
-    """Dense: kernel Σ_t a_t ⊗ b_t over the positions t, bias Σ_t b_t."""
-    inputs, deltas = flatten_positions(inputs), flatten_positions(deltas)
-    yield layer.kernel, Outer(inputs, deltas, layer.kernel.shape)
-    if layer.use_bias:
-        yield layer.bias, _bias(deltas)
+def _sum_to(tensor, shape):
+    """Per-example sums (B, *shape) over the axes that a broadcast from `shape` has added."""
+    tensor = tf.cast(tensor, tf.float32)
+    padded = (1,) * (tensor.shape.rank - 1 - len(shape)) + tuple(shape)
+    axes = [
+        axis
+        for axis, size in enumerate(padded, 1)
+        if size == 1 and (axis <= len(padded) - len(shape) or tensor.shape[axis] != 1)
+    ]
+    return Materialized(tf.reshape(tf.reduce_sum(tensor, axis=axes), (sizes_of(tensor)[0], *shape)))
 
 
-@rule(keras.layers.Embedding)
-def embedding(layer, inputs, deltas):
-    """Embedding: the rows that were looked up."""
-    rows = tf.shape(inputs)[0] if inputs.shape[0] is None else inputs.shape[0]
-    positions = 1 if inputs.shape.rank == 1 else -1
-    ids = tf.cast(tf.reshape(inputs, (rows, positions)), tf.int32)
-    deltas = tf.reshape(deltas, (rows, positions, layer.output_dim))
-    yield layer.embeddings, Rows(ids, deltas, layer.embeddings.shape)
+def _flat(tensor):
+    """(B, ..., C) as (B, 1, T, C), one group of T positions; T = 1 for (B, C)."""
+    rows, *positions, last = sizes_of(tensor)
+    return tf.reshape(tensor, (rows, 1, math.prod(positions), last))
 
 
-@rule(keras.layers.Conv2D, when=lambda layer: layer.groups == 1)
-def conv2d(layer, inputs, deltas):
-    """Conv2D: a Dense layer over the patches that the kernel sees."""
-    if layer.data_format == "channels_first":
-        inputs, deltas = (tf.transpose(t, (0, 2, 3, 1)) for t in (inputs, deltas))
-    patches, layout, order = _patches(layer, tf.cast(inputs, tf.float32))
-    deltas = flatten_positions(deltas)
-    yield layer.kernel, Outer(flatten_positions(patches), deltas, layout, order)
-    if layer.use_bias:
-        yield layer.bias, _bias(deltas)
+# Dense layers.
 
 
-def _patches(layer, images):
-    """The patches (B, H', W', kernel entries) under a kernel; layout and order of its axes."""
-    height, width, channels, filters = layer.kernel.shape
-    strides, rates = (1, *layer.strides, 1), layer.dilation_rate
-    padding = layer.padding.upper()
-    if layer.strides[0] == layer.strides[1] and tuple(rates) == (1, 1):
-        # A depthwise convolution that picks each entry once is faster than extract_patches.
-        pick = tf.eye(height * width)
-        pick = tf.tile(tf.reshape(pick, (height, width, 1, -1)), (1, 1, channels, 1))
-        patches = tf.nn.depthwise_conv2d(images, pick, strides, padding)
-        return patches, (channels, height, width, filters), (1, 2, 0, 3)
-    sizes = (1, height, width, 1)
-    patches = tf.image.extract_patches(images, sizes, strides, (1, *rates, 1), padding)
-    return patches, (height, width, channels, filters), None
+@rule(layers.Dense)
+def dense(layer, deltas, inputs):
+    """kernel Σ a ⊗ b, bias Σ b; a LoRA-enabled kernel is K + s·A·B with K frozen."""
+    if _has_no_lora(layer):
+        yield layer.kernel, Outer(_flat(inputs), _flat(deltas), layer.kernel.shape)
+    else:
+        a, b, scaled = _lora(layer.lora_kernel_a, layer.lora_kernel_b, layer, deltas)
+        inputs = tf.cast(inputs, tf.float32)
+        yield (
+            layer.lora_kernel_a,
+            Outer(_flat(inputs), _flat(tf.tensordot(scaled, b, [[-1], [1]])), a.shape),
+        )
+        yield layer.lora_kernel_b, Outer(_flat(tf.tensordot(inputs, a, 1)), _flat(scaled), b.shape)
+    if layer.bias is not None:
+        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+
+
+def _lora(variable_a, variable_b, layer, deltas):
+    """A, B and the gradient in the product A·B, which is scaled by alpha/rank."""
+    scale = layer.lora_alpha / layer.lora_rank
+    a, b = (tf.cast(v.value, tf.float32) for v in (variable_a, variable_b))
+    return a, b, scale * tf.cast(deltas, tf.float32)
+
+
+def _letters(layer):
+    """The equation of an EinsumDense as (input, kernel, output), an ellipsis written out."""
+    sources, output = layer.equation.replace(" ", "").split("->")
+    source, kernel = sources.split(",")
+    return source, kernel, output
+
+
+def _einsum_is_plain(layer):
+    """Rows of the batch first and nowhere else, each kernel axis in the input or the output."""
+    source, kernel, output = (spec.replace("...", "") for spec in _letters(layer))
+    first = _letters(layer)[0][0], _letters(layer)[2][0]
+    return (
+        (first in [(".", ".")] or (first[0] == first[1] and first[0] not in kernel))
+        and all(len(set(spec)) == len(spec) for spec in (source, kernel, output))
+        and set(kernel) <= set(source) | set(output)
+        and (_has_no_lora(layer) or (kernel[-1] in output and kernel[-1] not in source))
+    )
+
+
+@rule(layers.EinsumDense, when=_einsum_is_plain)
+def einsum_dense(layer, deltas, inputs):
+    """kernel Σ a ⊗ b over the axes that it does not share, bias Σ b; LoRA as two products."""
+    source, kernel, output = _written_out(_letters(layer), inputs.shape.rank)
+    if _has_no_lora(layer):
+        shape = layer.kernel.shape
+        yield layer.kernel, _einsum_factor((source, kernel, output), inputs, deltas, shape)
+    else:
+        a, b, scaled = _lora(layer.lora_kernel_a, layer.lora_kernel_b, layer, deltas)
+        inputs, last = tf.cast(inputs, tf.float32), kernel[-1]
+        rank = next(letter for letter in _LETTERS if letter not in source + kernel + output)
+        middle, kernel_a = output.replace(last, rank), kernel[:-1] + rank
+        low = tf.einsum(f"{output},{rank}{last}->{middle}", scaled, b)
+        yield layer.lora_kernel_a, _einsum_factor((source, kernel_a, middle), inputs, low, a.shape)
+        low = tf.einsum(f"{source},{kernel_a}->{middle}", inputs, a)
+        equation = (middle, rank + last, output)
+        yield layer.lora_kernel_b, _einsum_factor(equation, low, scaled, b.shape)
+    if layer.bias is not None:
+        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _written_out(equation, rank):
+    """The equation with letters in place of the ellipsis."""
+    source, kernel, output = equation
+    free = [letter for letter in _LETTERS if letter not in source + kernel + output]
+    extra = "".join(free[: rank - len(source.replace("...", ""))])
+    return source.replace("...", extra), kernel, output.replace("...", extra)
+
+
+def _einsum_factor(equation, inputs, deltas, shape):
+    """The gradient of the kernel in einsum("source,kernel->output", inputs, kernel)."""
+    source, kernel, output = equation
+    inputs = tf.reduce_sum(  # axes that nothing else has are summed before the product
+        inputs, axis=[i for i, c in enumerate(source) if c not in kernel + output]
+    )
+    source = "".join(c for c in source if c in kernel + output)
+    groups = "".join(c for c in kernel if c in source and c in output)
+    ins = "".join(c for c in kernel if c in source and c not in output)
+    outs = "".join(c for c in kernel if c not in source)
+    positions = "".join(c for c in source[1:] if c in output and c not in kernel)
+
+    def arranged(tensor, letters, last):
+        order = [letters.index(c) for c in letters[0] + groups + positions + last]
+        tensor = tf.transpose(tensor, order)
+        sizes = dict(zip(letters[0] + groups + positions + last, sizes_of(tensor), strict=True))
+        parts = (letters[0], groups, positions, last)
+        return tf.reshape(tensor, [math.prod(sizes[c] for c in part) for part in parts])
+
+    sizes = dict(zip(kernel, shape, strict=True))
+    grouped = groups + ins + outs
+    return Outer(
+        arranged(inputs, source, ins),
+        arranged(deltas, output, outs),
+        shape,
+        [sizes[c] for c in grouped],
+        [grouped.index(c) for c in kernel],
+    )
+
+
+# Embeddings.
+
+
+def _ids(inputs):
+    rows, *positions = sizes_of(inputs)
+    return tf.cast(tf.reshape(inputs, (rows, math.prod(positions))), tf.int32)
+
+
+@rule(layers.Embedding)
+def embedding(layer, deltas, inputs):
+    """The rows that were looked up; LoRA-enabled, the table is E + s·A·B with E frozen."""
+    ids = _ids(inputs)
+    deltas = tf.reshape(deltas, (*sizes_of(ids), layer.output_dim))
+    if _has_no_lora(layer):
+        yield layer.embeddings, Rows(ids, deltas, layer.embeddings.shape)
+        return
+    a, b, scaled = _lora(layer.lora_embeddings_a, layer.lora_embeddings_b, layer, deltas)
+    yield layer.lora_embeddings_a, Rows(ids, tf.tensordot(scaled, b, [[-1], [1]]), a.shape)
+    yield layer.lora_embeddings_b, Outer(_flat(tf.gather(a, ids)), _flat(scaled), b.shape)
+
+
+if hasattr(layers, "ReversibleEmbedding"):
+
+    @rule(
+        layers.ReversibleEmbedding,
+        when=lambda layer: _has_no_lora(layer) and getattr(layer, "logit_soft_cap", None) is None,
+    )
+    def reversible_embedding(layer, deltas, inputs, reverse=False):
+        """An embedding, or with `reverse` the product with its table (or with another one)."""
+        if not reverse:
+            yield from embedding(layer, deltas, inputs)
+        elif layer.tie_weights:
+            shape = layer.embeddings.shape
+            yield layer.embeddings, Outer(_flat(deltas), _flat(inputs), shape)
+        else:
+            kernel = layer.reverse_embeddings
+            yield kernel, Outer(_flat(inputs), _flat(deltas), kernel.shape)
+
+
+# Convolutions: dense layers over the patches that the kernel sees.
+
+
+@rule(layers.Conv1D, layers.Conv2D, layers.Conv3D, when=_has_no_lora)
+def convolution(layer, deltas, inputs):
+    """kernel Σ patch ⊗ b over the places; groups have kernels of their own."""
+    inputs, deltas = channels_last(layer, inputs), channels_last(layer, deltas)
+    *window, channels, filters = layer.kernel.shape  # `channels` of one group
+    patches = convolution_patches(layer, inputs)  # (B, T, window, all channels)
+    groups, size, (rows, places, *_) = layer.groups, math.prod(window), sizes_of(patches)
+    patches = tf.reshape(patches, (rows, places, size, groups, channels))
+    patches = tf.reshape(
+        tf.transpose(patches, (0, 3, 1, 2, 4)), (rows, groups, places, size * channels)
+    )
+    grouped = tf.reshape(deltas, (rows, places, groups, filters // groups))
+    grouped = tf.transpose(grouped, (0, 2, 1, 3))
+    layout = (groups, size, channels, filters // groups)
+    yield layer.kernel, Outer(patches, grouped, layer.kernel.shape, layout, (1, 2, 0, 3))
+    if layer.bias is not None:
+        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+
+
+@rule(
+    layers.Conv1DTranspose,
+    layers.Conv2DTranspose,
+    *([layers.Conv3DTranspose] if hasattr(layers, "Conv3DTranspose") else []),
+    when=lambda layer: _has_no_lora(layer) and layer.output_padding is None,
+)
+def transposed_convolution(layer, deltas, inputs):
+    """A convolution seen from behind: kernel Σ patch of the output gradient ⊗ input."""
+    inputs, deltas = channels_last(layer, inputs), channels_last(layer, deltas)
+    *window, filters, channels = layer.kernel.shape
+    patches = convolution_patches(layer, deltas)
+    rows, places, *_ = sizes_of(patches)
+    patches = tf.reshape(patches, (rows, 1, places, math.prod(window) * filters))
+    yield layer.kernel, Outer(patches, _flat(inputs), layer.kernel.shape)
+    if layer.bias is not None:
+        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+
+
+@rule(layers.DepthwiseConv1D, layers.DepthwiseConv2D)
+def depthwise_convolution(layer, deltas, inputs):
+    """One kernel per channel: small enough to write the gradients down."""
+    inputs, deltas = channels_last(layer, inputs), channels_last(layer, deltas)
+    yield layer.kernel, Materialized(depthwise_gradients(layer, inputs, deltas, layer.kernel.shape))
+    if layer.bias is not None:
+        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+
+
+@rule(layers.SeparableConv1D, layers.SeparableConv2D)
+def separable_convolution(layer, deltas, inputs):
+    """A depthwise convolution, then a dense layer over the channels."""
+    inputs, deltas = channels_last(layer, inputs), channels_last(layer, deltas)
+    depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
+    middle = keras.ops.depthwise_conv(
+        inputs,
+        depthwise,
+        strides=layer.strides,
+        padding=layer.padding,
+        dilation_rate=layer.dilation_rate,
+        data_format="channels_last",
+    )
+    matrix = tf.reshape(tf.cast(pointwise.value, tf.float32), pointwise.shape[-2:])
+    middle_deltas = tf.tensordot(tf.cast(deltas, tf.float32), matrix, [[-1], [1]])
+    yield pointwise, Outer(_flat(middle), _flat(deltas), pointwise.shape)
+    gradients = depthwise_gradients(layer, inputs, middle_deltas, depthwise.shape)
+    yield depthwise, Materialized(gradients)
+    if layer.bias is not None:
+        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+
+
+# Layers that are linear in a scale γ and an offset β, coordinate by coordinate.
+
+
+@rule(
+    layers.LayerNormalization,
+    layers.GroupNormalization,
+    *([layers.RMSNormalization] if hasattr(layers, "RMSNormalization") else []),
+)
+def normalization(layer, deltas, inputs):
+    """γ Σ (output at γ = 1, β = 0) · b, β Σ b."""
+    gamma, beta = (getattr(layer, name, None) for name in ("gamma", "beta"))
+    gamma = getattr(layer, "scale", None) if type(layer).__name__ == "RMSNormalization" else gamma
+    axes = layer.axis if isinstance(layer.axis, list | tuple) else [layer.axis]
+    axes = [axis % deltas.shape.rank for axis in axes]
+
+    def summed(tensor, shape):
+        others = [axis for axis in range(1, tensor.shape.rank) if axis not in axes]
+        total = tf.reduce_sum(tf.cast(tensor, tf.float32), axis=others)
+        return Materialized(tf.reshape(total, (sizes_of(tensor)[0], *shape)))
+
+    if gamma is not None:
+        plain = [(v, value(v)) for v, value in ((gamma, tf.ones_like), (beta, tf.zeros_like))
+                 if v is not None]  # fmt: skip
+        with keras.StatelessScope(state_mapping=plain):
+            normalized = layer.call(inputs)
+        yield (
+            gamma,
+            summed(tf.cast(normalized, tf.float32) * tf.cast(deltas, tf.float32), gamma.shape),
+        )
+    if beta is not None:
+        yield beta, summed(deltas, beta.shape)
+
+
+@rule(layers.PReLU)
+def prelu(layer, deltas, inputs):
+    """α Σ −max(−x, 0) · b."""
+    negative = -tf.nn.relu(-tf.cast(inputs, tf.float32))
+    yield layer.alpha, _sum_to(negative * tf.cast(deltas, tf.float32), layer.alpha.shape)

@@ -11,8 +11,11 @@ class Query(NamedTuple):
         scale: the diagonal geometry s > 0, one tensor per trainable variable; None for 1. Each
             example contributes s ⊙ gradient, clipped.
         clip_norm: the bound C on each example's contribution, a number or a scalar tensor.
-        norm: the norm that is bounded: "l2".
-        style: "flat", one norm over all variables together.
+        norm: the norm that is bounded, "l2" or "l1".
+        style: "flat", one norm over all variables together; "per_layer", one for the variables of
+            each layer, with equal bounds C_l; or a dict from names of layers to the proportions of
+            their bounds. The bounds are such that the whole is bounded by C: √ΣC_l² = C in L2,
+            ΣC_l = C in L1.
         normalize: False for clip(v) = v·min(1, C/‖v‖); True for "automatic clipping",
             v·C/(‖v‖ + γ) (Bu et al. 2023). Both bound the norm by C.
         gamma: the γ of automatic clipping.
@@ -28,7 +31,7 @@ class Query(NamedTuple):
     scale: Any = None
     clip_norm: Any = 1.0
     norm: str = "l2"
-    style: str = "flat"
+    style: Any = "flat"
     normalize: bool = False
     gamma: float = 0.01
     square: bool = False
@@ -39,7 +42,7 @@ class Query(NamedTuple):
     def sensitivity(self):
         """By how much one row, added or removed, moves the sum: C, or C² for squares.
 
-        ‖v²‖₂ ≤ ‖v‖₂² since ‖·‖₄ ≤ ‖·‖₂. One row replaced moves it by at most twice that.
+        ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that.
         """
         return self.clip_norm**2 if self.square else self.clip_norm
 

@@ -48,6 +48,10 @@ def checked_plan(model, batch):
     synthetic, _ = _synthetic_batches(batch, generator)
     plan = book_keeping.plan(model)
     wrong = _wrong_variables(model, synthetic, plan)
+    suspects = [layer for layer in plan.ruled if _owns_any(layer, wrong)]
+    if suspects:  # their rules do not hold here: serve these layers one example at a time
+        plan = plan.without_rules_for(suspects)
+        wrong = _wrong_variables(model, synthetic, plan)
     if not wrong:
         return plan
     warnings.warn(
@@ -63,6 +67,10 @@ def checked_plan(model, batch):
             "the model gives other gradients than on a batch."
         )
     return plan
+
+
+def _owns_any(layer, paths):
+    return any(variable.path in paths for variable in layer.trainable_variables)
 
 
 def _wrong_variables(model, batch, plan):

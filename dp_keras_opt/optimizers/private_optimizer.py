@@ -105,6 +105,15 @@ def _one_of(*allowed):
     return check
 
 
+def _clipping_style(name, value):
+    if isinstance(value, dict) and value:
+        shares = {str(layer): _clip_norm(f"{name}[{layer!r}]", v) for layer, v in value.items()}
+        if math.inf in shares.values():
+            raise ValueError(f"{name} must give finite proportions, received {value!r}.")
+        return shares
+    return _one_of("flat", "per_layer")(name, value)
+
+
 def _bool(name, value):
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, received {value!r}.")
@@ -127,7 +136,9 @@ class PrivateOptimizer:
             `accounting.calibrate` sets it. 0 trains without privacy, and the ledger says so.
         noise: a mechanism of `dp_keras_opt.noise`, or its name.
         noise_schedule: factors α_t on σ fixed in advance; None for constant noise.
-        clipping: "flat", one norm over all variables.
+        clipping: "flat", one norm over all variables; "per_layer", one for each layer, with bounds
+            C/√L for L layers; or a dict from layer names to the proportions of their bounds C_l,
+            where √ΣC_l² = C (for noise that is calibrated in L1: ΣC_l = C).
         normalize: False for clip(g; C) = g·min(1, C/‖g‖); True for g·C/(‖g‖ + 0.01).
         seed: None, noise from the operating system's entropy. An integer makes the noise
             reproducible and voids the guarantee.
@@ -143,7 +154,7 @@ class PrivateOptimizer:
     noise_multiplier = _FrozenAtBuild(_noise_multiplier, later=True)
     noise = _FrozenAtBuild(lambda name, value: noise.get(value))
     noise_schedule = _FrozenAtBuild(lambda name, value: noise.schedules.get(value))
-    clipping = _FrozenAtBuild(_one_of("flat"))
+    clipping = _FrozenAtBuild(_clipping_style)
     normalize = _FrozenAtBuild(_bool)
 
     #: Whether the optimizer needs public rows in each batch (`data.with_public`).
@@ -203,7 +214,7 @@ class PrivateOptimizer:
     def query(self, scale=None, clip_norm=None):
         """A query with this optimizer's bound and style, in the geometry `scale`."""
         clip_norm = self.clip_norm if clip_norm is None else clip_norm
-        return Query(scale, clip_norm, style=self.clipping, normalize=self.normalize)
+        return Query(scale, clip_norm, self.noise.norm, self.clipping, self.normalize)
 
     def queries(self):
         """The tuple of `Query` of this step, known before the data is touched."""
