@@ -248,6 +248,7 @@ class DPModel(PrivateStep, keras.Model):
                     "The optimizer or steps_per_execution was exchanged without compiling again; "
                     "the compiled training step would not notice. Call compile."
                 )
+            self._prepare(iterator)
             self._enter(steps)
             before = self._iterations()
             try:

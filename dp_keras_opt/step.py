@@ -51,6 +51,17 @@ class PrivateStep:
             observe(queries, released)
         return self.get_metrics_result()
 
+    def _prepare(self, iterator):
+        """Checks the engines and builds the optimizer before the step is traced.
+
+        Variables that are made while it is traced have it traced a second time.
+        """
+        specs = getattr(iterator, "element_spec", None)
+        if not self._plans and specs is not None:
+            specs = _map(lambda s: s if isinstance(s, tf.TensorSpec) else None, specs)
+            self._plan(_as_batch(specs, convert=lambda spec: spec))
+            self.optimizer.serve(self.trainable_variables)
+
     def _plan(self, batch):
         """The engines for batches of this form, checked once, before the first step."""
         leaves = tree.flatten((batch.x, batch.y, batch.sample_weight))
@@ -77,12 +88,17 @@ class PrivateStep:
         if size is None or (batch.rows is not None and batch.rows <= size):
             return self._chunk_sums(batch, queries, plan)
         chunks, count = _chunks(batch, size)
-        first = self._chunk_sums(chunks(0), queries, plan)
+
+        def sums_of(*chunk):
+            return self._chunk_sums(Batch(*chunk), queries, plan)
+
+        if not self.run_eagerly:  # called at two places, traced once
+            sums_of = tf.function(sums_of, autograph=False).get_concrete_function(*chunks(0))
 
         def add_next(index, sums):
-            more = self._chunk_sums(chunks(index), queries, plan)
-            return index + 1, tf.nest.map_structure(tf.add, sums, more)
+            return index + 1, tf.nest.map_structure(tf.add, sums, sums_of(*chunks(index)))
 
+        first = sums_of(*chunks(0))
         return tf.while_loop(lambda index, _: index < count, add_next, (1, first))[1]
 
     def _chunk_sums(self, batch, queries, plan):
@@ -146,14 +162,14 @@ class PrivateStep:
         return 0 if self._non_finite is None else int(self._non_finite.numpy())
 
 
-def _as_batch(data):
+def _as_batch(data, convert=tf.convert_to_tensor):
     """The (x, y[, sample_weight or Rows]) that Keras hands to `train_step`, as a `Batch`."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     mask = public = None
     if isinstance(weight, Rows):
-        mask, public = tf.cast(weight.mask, tf.bool), weight.public
-        weight = weight.sample_weight
-    x, y, weight = _map(tf.convert_to_tensor, (x, y, weight))
+        mask, public, weight = weight.mask, weight.public, weight.sample_weight
+    x, y, weight, mask = _map(convert, (x, y, weight, mask))
+    mask = tf.cast(mask, tf.bool) if tf.is_tensor(mask) else mask
     return Batch(x, y, weight, mask, public)
 
 

@@ -39,6 +39,8 @@ def checked_plan(model, batch):
 
     def forward(rows):
         y_pred = model(rows.x, training=True)
+        if model._compile_metrics is not None and not model._compile_metrics.built:
+            model._compile_metrics.build(rows.y, y_pred)  # a later build would be in the trace
         return model.per_example_losses(rows.y, y_pred, rows.sample_weight)
 
     for rows, magnitude, outlier in _DRAWS:
