@@ -248,8 +248,7 @@ class DPModel(PrivateStep, keras.Model):
                     "The optimizer or steps_per_execution was exchanged without compiling again; "
                     "the compiled training step would not notice. Call compile."
                 )
-            self._prepare(iterator)
-            self._enter(steps)
+            self._enter(steps, iterator)
             before = self._iterations()
             try:
                 logs = run(iterator)
@@ -263,13 +262,14 @@ class DPModel(PrivateStep, keras.Model):
 
         self.train_function = train_function
 
-    def _enter(self, steps):
-        """Checks that these steps may run, and reserves them in the ledger."""
+    def _enter(self, steps, iterator):
+        """Checks that these steps may run on this data, and reserves them in the ledger."""
         if self.distribute_strategy.num_replicas_in_sync > 1:  # that of the model, not the scope
             raise ValueError(
                 "Private training on several replicas is not supported: the noise would be added "
                 "once per replica. Train on one device."
             )
+        self._prepare(iterator)
         self._begin_segment()
         segment = self.ledger.current
         if segment.schedule.length is not None and segment.last_step != self._iterations():

@@ -58,7 +58,7 @@ class PrivateStep:
         """
         specs = getattr(iterator, "element_spec", None)
         if not self._plans and specs is not None:
-            specs = _map(lambda s: s if isinstance(s, tf.TensorSpec) else None, specs)
+            specs = _map(lambda spec: spec if hasattr(spec, "dtype") else None, specs)
             self._plan(_as_batch(specs, convert=lambda spec: spec))
             self.optimizer.serve(self.trainable_variables)
 
