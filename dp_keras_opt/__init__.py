@@ -8,7 +8,7 @@ if _keras.backend.backend() != "tensorflow":
         "Set the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
     )
 
-from dp_keras_opt import accounting, callbacks, clipping, data, noise, optimizers, serving
+from dp_keras_opt import accounting, callbacks, clipping, data, noise, optimizers, plots, serving
 from dp_keras_opt.model import DPModel, PrivacyBudgetError, make_private
 
 __version__ = "0.1.0"
@@ -23,5 +23,6 @@ __all__ = [
     "make_private",
     "noise",
     "optimizers",
+    "plots",
     "serving",
 ]

@@ -74,6 +74,7 @@ class PrivateStep:
         if form() not in self._plans:
             with tf.init_scope():
                 plan = clipping.checked_plan(self, batch)
+                clipping.clip_groups(self, self.optimizer.query())  # names layers that exist
                 loops = any(per_example.has_loops(layer) for layer in plan.general)
                 plan = plan._replace(sequential=bool(self.jit_compile and loops))
                 self._plans[form()] = plan  # the check has built the model

@@ -736,3 +736,72 @@ def test_a_tensorflow_checkpoint_carries_the_ledger(tmp_path):
 def test_make_private_gives_one_counterpart_with_one_ledger():
     base = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     assert dp.make_private(base) is dp.make_private(base)
+
+
+def test_the_step_is_traced_once(monkeypatch):
+    """Whatever the batches hold: later epochs, another fit and a chunked batch trace no more."""
+    traces = []
+    original = dp.step.clipping.clipped_sums
+    monkeypatch.setattr(
+        dp.step.clipping, "clipped_sums", lambda *args: traces.append(1) or original(*args)
+    )
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(64, 3)).astype("float32"), rng.normal(size=(64, 1)).astype("float32")
+    inputs = keras.Input((3,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+    optimizer = dp.optimizers.DPAdam(clip_norm=1.0, noise_multiplier=1.0, batch_size=16)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    train = dp.data.poisson_batches((x, y), 16, steps_per_epoch=6, physical_batch_size=8)
+    model.fit(train, epochs=2, verbose=0)
+    model.fit(train, epochs=1, verbose=0)
+    assert len(traces) == 1
+
+
+def _two_layers(clipping):
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dense(4, activation="tanh", name="first")(inputs)
+    model = dp.DPModel(inputs, keras.layers.Dense(1, name="last")(hidden))
+    optimizer = dp.optimizers.DPSGD(
+        1.0, clip_norm=0.3, noise_multiplier=0.0, batch_size=8, clipping=clipping
+    )
+    model.compile(optimizer, "mse", run_eagerly=True)
+    model.sampling = Sampling.poisson(64, 8)
+    return model
+
+
+@pytest.mark.parametrize(
+    "clipping, shares", [("per_layer", (1, 1)), ({"first": 3.0, "last": 1.0}, (3, 1))]
+)
+def test_per_layer_bounds_reach_the_training_step(clipping, shares):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 3)).astype("float32"), rng.normal(size=(8, 1)).astype("float32")
+    model = _two_layers(clipping)
+    before = [np.array(v) for v in model.trainable_variables]
+    examples = one_at_a_time(model, lambda y, p: tf.reduce_mean(tf.square(y - p)), x, y)
+    model.train_on_batch(x, y)
+    bounds = 0.3 * np.array(shares) / np.linalg.norm(shares)
+    halves = [[example[:2] for example in examples], [example[2:] for example in examples]]
+    for half, bound in zip(halves, bounds, strict=True):
+        norms = [np.sqrt(sum((g**2).sum() for g in example)) for example in half]
+        assert np.mean(np.array(norms) > bound) >= 0.5  # the bound binds
+    sums = [
+        t for half, bound in zip(halves, bounds, strict=True) for t in clip_and_sum(half, bound)
+    ]
+    after = [b - s / 8 for b, s in zip(before, sums, strict=True)]
+    assert_close([np.array(v) for v in model.trainable_variables], after)
+
+
+def test_proportions_for_layers_that_are_not_there_are_refused():
+    model = _two_layers({"first": 1.0, "lost": 1.0})
+    with pytest.raises(ValueError, match="must name exactly.*first.*last"):
+        model.train_on_batch(np.zeros((8, 3)), np.zeros((8, 1)))
+    for clipping in [{}, {"first": -1.0}, {"first": np.inf}, "per_variable"]:
+        with pytest.raises(ValueError, match="clipping"):
+            _two_layers(clipping)
+
+
+def test_proportions_are_saved_with_the_model(tmp_path):
+    model = _two_layers({"first": 3.0, "last": 1.0})
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.clipping == {"first": 3.0, "last": 1.0}

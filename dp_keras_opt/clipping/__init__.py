@@ -1,7 +1,8 @@
 """Steps 1 and 2 of the pipeline: per-example gradients, clipped and summed."""
 
-from dp_keras_opt.clipping.clipped_sum import Batch, ClippedSums, clipped_sums
+from dp_keras_opt.clipping.clipped_sum import Batch, ClippedSums, clip_groups, clipped_sums
 from dp_keras_opt.clipping.explain import explain
+from dp_keras_opt.clipping.norms import per_example_norms
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.clipping.self_check import checked_plan
 from dp_keras_opt.clipping.validation import fix, validate
@@ -11,8 +12,10 @@ __all__ = [
     "ClippedSums",
     "Query",
     "checked_plan",
+    "clip_groups",
     "clipped_sums",
     "explain",
     "fix",
+    "per_example_norms",
     "validate",
 ]

@@ -77,10 +77,8 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
     valid = tf.ones(tf.shape(losses), tf.bool) if batch.mask is None else batch.mask
     sums, non_finite = [], 0
     for query in queries:
-        scales = query.scale or [None] * len(factors)
         groups = clip_groups(model, query)
-        norms = [_norm(query.norm, factors, scales, indices) for indices, _ in groups]
-        norms = [norm + tf.zeros(tf.shape(losses)) for norm in norms]
+        norms = norms_by_group(query, factors, groups, tf.shape(losses)[0])
         finite = tf.reduce_all(tf.math.is_finite([losses, *norms]), axis=0)
         if query.rows == "public":
             weights = [tf.where(finite, batch.public, 0.0)] * len(factors)
@@ -94,7 +92,7 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
         total = _answer(query, model.trainable_variables, factors, weights, finite)
         if query.scale is not None:
             power = 2 if query.square else 1
-            total = [t * s**power for t, s in zip(total, scales, strict=True)]
+            total = [t * s**power for t, s in zip(total, query.scale, strict=True)]
         sums.append(total)
     return ClippedSums(sums, losses, y_pred, non_finite)
 
@@ -178,12 +176,18 @@ def variables_by_layer(model):
     return owners
 
 
-def _norm(kind, factors, scales, indices):
-    """The norm of each example's gradient of these variables, (B,); 0.0 where none is used."""
-    used = [(factors[i], scales[i]) for i in indices if factors[i] is not None]
-    if kind == "l1":
-        return sum((factor.l1_norm(scale) for factor, scale in used), start=0.0)
-    return tf.sqrt(sum((factor.squared_norm(scale) for factor, scale in used), start=0.0))
+def norms_by_group(query, factors, groups, rows):
+    """The norm (B,) of each example's gradient of the variables of each group, in its geometry."""
+    scales = query.scale if query.scale is not None else [None] * len(factors)
+
+    def norm(indices):
+        used = [(factors[i], scales[i]) for i in indices if factors[i] is not None]
+        if query.norm == "l1":
+            return sum((factor.l1_norm(scale) for factor, scale in used), tf.zeros([rows]))
+        squares = (factor.squared_norm(scale) for factor, scale in used)
+        return tf.sqrt(sum(squares, tf.zeros([rows])))
+
+    return [norm(indices) for indices, _ in groups]
 
 
 def clip_factor(norm, bound, query):

@@ -1,0 +1,68 @@
+"""Norms of examples' gradients, and their picture."""
+
+import keras
+import matplotlib
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dp_keras_opt as dp
+from tests.conftest import one_at_a_time
+
+matplotlib.use("Agg")
+layers = keras.layers
+
+
+def _model():
+    inputs = keras.Input((5, 4))
+    hidden = layers.Dense(6, activation="tanh")(inputs)
+    outputs = layers.Dense(2)(layers.Flatten()(layers.LayerNormalization()(hidden)))
+    base = keras.Model(inputs, outputs)
+    model = dp.make_private(base)
+    model.compile(dp.optimizers.DPSGD(clip_norm=1.0, batch_size=4, noise_multiplier=1.0), "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(7, 5, 4)).astype("float32"), rng.normal(size=(7, 2)).astype("float32")
+    return base, model, x, y
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_norms_are_those_of_one_at_a_time_gradients(norm, scaled):
+    base, model, x, y = _model()
+    scale = None
+    if scaled:
+        rng = np.random.default_rng(1)
+        scale = [rng.uniform(0.2, 2, v.shape).astype("float32") for v in model.trainable_variables]
+    weight = np.linspace(0.5, 2, 7).astype("float32")
+    norms = dp.clipping.per_example_norms(model, (x, y, weight), norm, scale, batch_size=3)
+    gradients = one_at_a_time(
+        base, lambda y, p: tf.reduce_mean(tf.square(y - p)), x, y, sample_weight=weight
+    )
+    expected = [
+        np.linalg.norm(
+            np.concatenate(
+                [
+                    (g if scale is None else g * s).ravel()
+                    for g, s in zip(example, scale or example, strict=True)
+                ]
+            ),
+            1 if norm == "l1" else 2,
+        )
+        for example in gradients
+    ]
+    np.testing.assert_allclose(norms, expected, rtol=1e-4)
+
+
+def test_no_rows_give_no_norms():
+    _, model, x, y = _model()
+    assert dp.clipping.per_example_norms(model, (x[:0], y[:0])).shape == (0,)
+
+
+def test_histogram_says_how_many_are_clipped():
+    axes = dp.plots.norm_histogram([0.1, 1.0, 2.0, 8.0, np.nan, np.inf, 0.0], clip_norm=1.5)
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["median 1.5", "C = 1.5 clips 50%"]
+    assert sum(patch.get_height() for patch in axes.patches) == 4
+    dp.plots.norm_histogram([2.0, 2.0], axes=axes)  # no spread at all
+    with pytest.raises(ValueError, match="nothing to draw"):
+        dp.plots.norm_histogram([np.nan, 0.0])
