@@ -1,5 +1,7 @@
 """Engines against one-example-at-a-time gradients, and what a neighbouring batch can change."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -337,3 +339,31 @@ def test_an_example_cannot_hide_its_norm_in_the_rounding():
         batch = (np.zeros((1, 8), "int32"), np.ones((1, 1), "float32"))
         total = clipped_sums(model, batch, (Query(clip_norm=1.0),)).sums[0]
         assert np.sqrt(sum(np.sum(np.float64(t) ** 2) for t in total)) <= 1.001
+
+
+@keras.saving.register_keras_serializable(package="test")
+class TokenAndPosition(layers.Layer):
+    """As in many tutorials: one of its embeddings is called on positions, which have no rows."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.token, self.position = layers.Embedding(7, 4), layers.Embedding(6, 4)
+
+    def call(self, ids):
+        return self.token(ids) + self.position(keras.ops.arange(ids.shape[1]))
+
+
+def test_where_a_rule_fails_only_the_layer_around_it_is_run_one_example_at_a_time():
+    ids = keras.Input((6,), dtype="int32")
+    hidden = layers.Dense(4, activation="tanh")(TokenAndPosition()(ids))
+    base = keras.Model(ids, layers.Dense(2)(layers.GlobalAveragePooling1D()(hidden)))
+    model = _compiled(base)
+    x, y = np.random.default_rng(0).integers(0, 7, (ROWS, 6)), _features(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engines = dp.clipping.checked_plan(model, Batch(tf.constant(x), tf.constant(y)))
+    assert [type(layer).__name__ for layer in engines.general] == ["TokenAndPosition"]
+    assert [type(layer).__name__ for layer in engines.ruled] == ["Dense", "Dense"]
+    gradients = one_at_a_time(base, _mse, x, y)
+    sums = clipped_sums(model, (x, y), (Query(clip_norm=0.1),), engines).sums[0]
+    assert_close(sums, clip_and_sum(gradients, 0.1))

@@ -10,6 +10,8 @@ import contextlib
 import itertools
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from dp_keras_opt.clipping import per_example
 from dp_keras_opt.clipping.factors import Materialized
 from dp_keras_opt.clipping.layer_rules import rule_for
@@ -32,21 +34,45 @@ class Plan(NamedTuple):
     sequential: bool = False
     splits: dict | None = None
 
-    def without_rules_for(self, layers):
-        """The plan that gives these layers to the general engine."""
-        ruled = tuple(layer for layer in self.ruled if layer not in layers)
-        return self._replace(ruled=ruled, general=(*self.general, *layers), splits={})
+    def demote(self, layers, model):
+        """The plan with a slower engine for these layers, where theirs has failed.
+
+        Instead of its rule, a layer is run one example at a time; instead of the layer alone, the
+        one around it is, and so on up to the model.
+        """
+        around = {id(c): p for p in model._flatten_layers() for c in per_example.children(p)}
+        units = [layer if layer in self.ruled else around.get(id(layer), model) for layer in layers]
+        units = [unit for unit in units if not any(_inside(unit, other) for other in units)]
+
+        def others(planned):
+            return [p for p in planned if not any(p is u or _inside(p, u) for u in units)]
+
+        ruled, general = others(self.ruled), [*others(self.general), *dict.fromkeys(units)]
+        return self._replace(ruled=tuple(ruled), general=tuple(general), splits={})
+
+
+_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
+
+
+class CallFailed(ValueError):
+    """The engine of a layer cannot serve one of its calls."""
+
+    def __init__(self, layer, reason):
+        super().__init__(f"layer '{layer.name}': {reason}")
+        self.layer = layer
 
 
 class Call(NamedTuple):
     """One call of a layer during the forward pass.
 
     Attributes:
+        layer: the layer.
         source: the tensor whose gradient is wanted.
         factors: function of that gradient that yields (variable, Factor) pairs.
         output: a tensor of the call with the batch as first axis, to check the number of rows.
     """
 
+    layer: Any
     source: Any
     factors: Any
     output: Any
@@ -71,6 +97,12 @@ def plan(model):
     return Plan(tuple(dict.fromkeys(ruled)), tuple(dict.fromkeys(general)), splits={})
 
 
+def _inside(layer, other):
+    """Whether `layer` is one of those that `other` is made of."""
+    below = other._flatten_layers(include_self=False)
+    return any(layer is part for part in below)
+
+
 @contextlib.contextmanager
 def recording(plan, rows):
     """Records the calls of the planned layers while a forward pass is traced.
@@ -81,15 +113,23 @@ def recording(plan, rows):
 
     Yields:
         The list of `Call`s, filled by the forward pass.
+
+    Raises:
+        CallFailed: a layer cannot be run one example at a time.
     """
-    calls = []
+    calls, failures = [], []
     with contextlib.ExitStack() as patches:
         for layer in plan.ruled:
             patches.enter_context(_patched(layer, "call", _recorder(layer, calls)))
         for layer in plan.general:
-            recorder = _per_example_recorder(layer, calls, rows, plan)
+            recorder = _per_example_recorder(layer, calls, failures, rows, plan)
             patches.enter_context(_patched(layer, "call", recorder))
-        yield calls
+        try:
+            yield calls
+        except Exception as error:  # Keras replaces what is raised inside of a layer
+            if failures:
+                raise failures[0] from error
+            raise
 
 
 @contextlib.contextmanager
@@ -127,28 +167,37 @@ def _recorder(layer, calls):
         options = {k: v for k, v in kwargs.items() if k not in ("training", "mask")}
 
         def factors(deltas):
-            return rule.factors(layer, deltas, inputs, *args, **options)
+            try:
+                return list(rule.factors(layer, deltas, inputs, *args, **options))
+            except _ERRORS as error:
+                raise CallFailed(layer, error) from error
 
-        calls.append(Call(source, factors, source))
+        calls.append(Call(layer, source, factors, source))
         return outputs
 
     return call
 
 
-def _per_example_recorder(layer, calls, rows, plan):
+def _per_example_recorder(layer, calls, failures, rows, plan):
     forward, numbers = layer.call, itertools.count()
 
     def call(*args, **kwargs):
-        batched = per_example.arguments_with_rows(layer, rows, args, kwargs)
-        if plan.splits is not None:
-            batched = plan.splits.setdefault((id(layer), next(numbers)), batched)
-        outputs, copies = per_example.call(
-            layer, forward, rows, args, kwargs, batched, plan.sequential
-        )
-        for variable, copy in copies:
-            calls.append(
-                Call(copy, lambda g, variable=variable: [(variable, Materialized(g))], copy)
+        try:
+            batched = per_example.arguments_with_rows(layer, rows, args, kwargs)
+            if plan.splits is not None:
+                batched = plan.splits.setdefault((id(layer), next(numbers)), batched)
+            outputs, copies = per_example.call(
+                layer, forward, rows, args, kwargs, batched, plan.sequential
             )
+        except _ERRORS as error:
+            failures.append(CallFailed(layer, error))
+            raise
+        for variable, copy in copies:
+
+            def factors(g, variable=variable):
+                return [(variable, Materialized(g))]
+
+            calls.append(Call(layer, copy, factors, copy))
         return outputs
 
     return call

@@ -231,10 +231,8 @@ def _factors(model, batch, calls, deltas, loss_scale):
         if delta is None:
             continue
         if delta.shape[0] != batch.rows:
-            raise ValueError(
-                f"A tensor of shape {call.output.shape} was recorded where each of the "
-                f"{batch.rows} examples should have one row."
-            )
+            reason = f"it gives {call.output.shape}, without one row for each of {batch.rows}"
+            raise book_keeping.CallFailed(call.layer, reason)
         for variable, factor in call.factors(tf.cast(delta, tf.float32) / loss_scale):
             if id(variable) in uses:  # frozen variables have no gradient
                 uses[id(variable)].append(factor)

@@ -6,11 +6,12 @@ Nothing here looks at the training data: what the check decides would otherwise 
 import concurrent.futures
 import warnings
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.clipping import book_keeping, validation
-from dp_keras_opt.clipping.book_keeping import Plan
+from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
 
 #: (rows, magnitude of floats, whether the changed row is an outlier) of the independence check.
@@ -49,38 +50,39 @@ def checked_plan(model, batch):
             validation.check_independence(model, forward, *pair, row)
     synthetic, _ = _synthetic_batches(batch, generator)
     plan = book_keeping.plan(model)
-    wrong = _wrong_variables(model, synthetic, plan)
-    suspects = [layer for layer in plan.ruled if _owns_any(layer, wrong)]
-    if suspects:  # their rules do not hold here: serve these layers one example at a time
-        plan = plan.without_rules_for(suspects)
-        wrong = _wrong_variables(model, synthetic, plan)
-    if not wrong:
-        return plan
-    warnings.warn(
-        f"The per-layer engines do not cover every use of {wrong}; the whole model is run one "
-        "example at a time instead. This is exact, but slower and takes more memory.",
-        stacklevel=2,
-    )
-    plan = Plan((), (model,))
-    wrong = _wrong_variables(model, synthetic, plan)
-    if wrong:
-        raise ValueError(
-            f"The per-example gradients of {wrong} cannot be computed: run one example at a time, "
-            "the model gives other gradients than on a batch."
-        )
-    return plan
+    while True:
+        wrong, layers, reason = _failures(model, synthetic, plan)
+        if not layers:
+            return plan
+        if plan.general == (model,):
+            raise ValueError(
+                f"The per-example gradients of {wrong} cannot be computed, not even by running the "
+                f"model one example at a time: {reason}."
+            )
+        plan = plan.demote(layers, model)
+        if any(isinstance(layer, keras.Model) for layer in plan.general):
+            warnings.warn(
+                f"The per-layer engines do not cover every use of {wrong} ({reason}); the whole "
+                "model is run one example at a time instead. This is exact, but slower and takes "
+                "more memory.",
+                stacklevel=2,
+            )
 
 
-def _owns_any(layer, paths):
-    return any(variable.path in paths for variable in layer.trainable_variables)
-
-
-def _wrong_variables(model, batch, plan):
-    """Paths of the variables whose per-example gradients differ from those of `tape.gradient`."""
+def _failures(model, batch, plan):
+    """Where the engines fail: (paths of variables, the planned layers they belong to, how)."""
     # In a thread of its own: while a training step is traced, `tf.init_scope` pauses the gradient
     # tapes of this one, all gradients would be None, and any plan would look right.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(_compare, model, batch, plan).result()
+        try:
+            wrong = pool.submit(_compare, model, batch, plan).result()
+        except CallFailed as failure:
+            paths = [variable.path for variable in failure.layer.trainable_variables]
+            return paths, [failure.layer], str(failure)
+    planned = (*plan.ruled, *plan.general)
+    layers = [p for p in planned if any(v.path in wrong for v in p.trainable_variables)]
+    layers = layers or [model] * bool(wrong)
+    return wrong, layers, "the sum of their gradients is not that of the batch"
 
 
 def _compare(model, batch, plan):
@@ -94,17 +96,12 @@ def _compare(model, batch, plan):
 def _compare_at(model, batch, plan, scale, tolerance):
     """`_compare` with the loss scaled up, and the gradients scaled down again."""
     variables = model.trainable_variables
-    try:
-        with tf.GradientTape(persistent=True) as tape:
-            losses, _, factors = per_example_gradients(model, batch, plan, scale)
-            # With random layers only the same pass has the same masks.
-            if not validation.has_random_layers(model):
-                y_pred = model(batch.x, training=True)
-                losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
-    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-        if plan.general == (model,):
-            raise ValueError(f"The model cannot be run one example at a time: {error}") from error
-        return [str(error)]
+    with tf.GradientTape(persistent=True) as tape:
+        losses, _, factors = per_example_gradients(model, batch, plan, scale)
+        # With random layers only the same pass has the same masks.
+        if not validation.has_random_layers(model):
+            y_pred = model(batch.x, training=True)
+            losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
     wrong, any_gradient = [], False
     for row in np.eye(ROWS, dtype=np.float32):
         upstream = tf.cast(row * scale, losses.dtype)
