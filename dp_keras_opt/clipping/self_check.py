@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.clipping import book_keeping, validation
+from dp_keras_opt.clipping import book_keeping, per_example, validation
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
 
@@ -75,7 +75,10 @@ def _failures(model, batch, plan):
     # tapes of this one, all gradients would be None, and any plan would look right.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         try:
-            wrong = pool.submit(_compare, model, batch, plan).result()
+            # Vectorizing a loop takes tens of seconds outside of a traced function.
+            loops = any(per_example.has_loops(layer) for layer in plan.general)
+            asked = plan._replace(sequential=loops)
+            wrong = pool.submit(_compare, model, batch, asked).result()
         except CallFailed as failure:
             paths = [variable.path for variable in failure.layer.trainable_variables]
             return paths, [failure.layer], str(failure)
