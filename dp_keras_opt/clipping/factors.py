@@ -121,6 +121,12 @@ class Outer(Factor):
         (_, groups, positions, inputs), outputs = self.inputs.shape, self.deltas.shape[-1]
         return groups, positions, inputs, outputs
 
+    @property
+    def _form(self):
+        """How the entries stand for those of the variable: equal where two uses can be joined."""
+        groups, _, inputs, outputs = self._sizes
+        return self.layout, self.order, (groups, inputs, outputs)
+
     def squared_norm(self, scale=None):
         matrix = None if scale is None else self._as_matrix(scale)
         groups, positions, inputs, outputs = self._sizes
@@ -234,9 +240,9 @@ class Outer(Factor):
         return tf.reshape(gradients, (-1, *self.shape))
 
     def join(self, other):
-        if isinstance(other, Rows):
+        if isinstance(other, Rows) and self._form == (self.shape, (0, 1), (1, *self.shape)):
             return RowsAndOuter(other, self)
-        if not isinstance(other, Outer) or (self.layout, self.order) != (other.layout, other.order):
+        if not isinstance(other, Outer) or self._form != other._form:
             return super().join(other)
         inputs = tf.concat([self.inputs, other.inputs], axis=2)
         deltas = tf.concat([self.deltas, other.deltas], axis=2)
@@ -300,7 +306,7 @@ class Rows(Factor):
 
     def join(self, other):
         if isinstance(other, Outer):
-            return RowsAndOuter(self, other)
+            return other.join(self)
         if not isinstance(other, Rows):
             return super().join(other)
         ids = tf.concat([self.ids, tf.cast(other.ids, self.ids.dtype)], axis=1)
