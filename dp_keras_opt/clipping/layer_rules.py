@@ -186,15 +186,16 @@ def _einsum_factor(equation, inputs, deltas, shape):
 # Embeddings.
 
 
-def _ids(inputs):
+def _ids(inputs, size):
     rows, *positions = sizes_of(inputs)
-    return tf.cast(tf.reshape(inputs, (rows, math.prod(positions))), tf.int32)
+    ids = tf.cast(tf.reshape(inputs, (rows, math.prod(positions))), tf.int32)
+    return tf.where(ids < 0, ids + size, ids)  # Keras counts these from the end of the table
 
 
 @rule(layers.Embedding)
 def embedding(layer, deltas, inputs):
     """The rows that were looked up; LoRA-enabled, the table is E + s·A·B with E frozen."""
-    ids = _ids(inputs)
+    ids = _ids(inputs, layer.input_dim)
     deltas = tf.reshape(deltas, (*sizes_of(ids), layer.output_dim))
     if _has_no_lora(layer):
         yield layer.embeddings, Rows(ids, deltas, layer.embeddings.shape)
