@@ -194,7 +194,10 @@ class Outer(Factor):
             yield _scaled(gradients, None if matrix is None else matrix[:, start : start + width])
 
     def _materialized(self):
-        """The per-example gradients (B, G, I, O), computed once."""
+        """The per-example gradients (B, G, I, O), computed once; only for norms.
+
+        A sum over the examples is taken within a branch of the graph, which nothing may leave.
+        """
         if self._gradients is None:
             self._gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
         return self._gradients
@@ -235,7 +238,10 @@ class Outer(Factor):
         return Outer(inputs, deltas, self.shape, self.layout, self.order)
 
     def materialize(self):
-        gradients = tf.reshape(self._materialized(), (-1, *self.layout))
+        gradients = self._gradients
+        if gradients is None:
+            gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
+        gradients = tf.reshape(gradients, (-1, *self.layout))
         gradients = tf.transpose(gradients, (0, *(axis + 1 for axis in self.order)))
         return tf.reshape(gradients, (-1, *self.shape))
 
