@@ -279,7 +279,7 @@ def separable_convolution(layer, deltas, inputs):
     depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
     middle = keras.ops.depthwise_conv(
         inputs,
-        depthwise,
+        tf.cast(depthwise.value, inputs.dtype),
         strides=layer.strides,
         padding=layer.padding,
         dilation_rate=layer.dilation_rate,
