@@ -141,17 +141,21 @@ class Outer(Factor):
 
     def l1_norm(self, scale=None):
         matrix = None if scale is None else self._as_matrix(scale)
-        if self._sizes[1] != 1 and self._is_small:
+        if self._sizes[1] == 1:
+            return self.l1_of_terms(scale)
+        if self._is_small:
             return _l1(_scaled(self._materialized(), matrix))
+        total = sum(_l1(block) for block in self._blocks(matrix))
+        return total + rounding() * self.l1_of_terms(scale)
+
+    def l1_of_terms(self, scale=None):
+        """Σ_t ‖scale ⊙ (a_t ⊗ b_t)‖₁, (B,)."""
         a, b = tf.abs(self.inputs), tf.abs(self.deltas)
-        if matrix is None:
+        if scale is None:
             terms = tf.reduce_sum(a, axis=3) * tf.reduce_sum(b, axis=3)
         else:
-            terms = tf.reduce_sum(_through(a, matrix) * b, axis=3)
-        if self._sizes[1] == 1:
-            return tf.reduce_sum(terms, axis=(1, 2))
-        total = sum(_l1(block) for block in self._blocks(matrix))
-        return total + rounding() * tf.reduce_sum(terms, axis=(1, 2))
+            terms = tf.reduce_sum(_through(a, self._as_matrix(scale)) * b, axis=3)
+        return tf.reduce_sum(terms, axis=(1, 2))
 
     def _norms_of_terms(self, matrix):
         """‖S ∘ (a_t ⊗ b_t)‖₂ for each group and position, (B, G, T)."""
@@ -282,7 +286,11 @@ class Rows(Factor):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
         sums, repeats = self._sums()
         total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
-        return total + rounding() * _l1(self.deltas * scales)
+        return total + rounding() * self.l1_of_terms(scale)
+
+    def l1_of_terms(self, scale=None):
+        """Σ_t ‖scale ⊙ deltas_t‖₁ over the positions, (B,)."""
+        return _l1(self.deltas if scale is None else self.deltas * tf.gather(scale, self.ids))
 
     def _sums(self):
         """Each position's row of the gradient (B, T, D), and at how many positions it stands."""
@@ -335,6 +343,10 @@ class RowsAndOuter(Factor):
         rows, outer = self.rows.squared_norm(scale), self.outer.squared_norm(scale)
         total = tf.maximum(rows + outer + 2 * self._cross(scale), 0.0)
         return _with_rounding(total, tf.sqrt(tf.stack([rows, outer], axis=1)), products=True)
+
+    def l1_norm(self, scale=None):
+        terms = self.rows.l1_of_terms(scale) + self.outer.l1_of_terms(scale)
+        return super().l1_norm(scale) + rounding() * terms
 
     def _cross(self, scale):
         """⟨scale ⊙ look-ups, scale ⊙ projection⟩ for each example, through the rows looked up."""
