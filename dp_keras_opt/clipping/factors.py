@@ -198,9 +198,10 @@ class Outer(Factor):
             yield _scaled(gradients, None if matrix is None else matrix[:, start : start + width])
 
     def _materialized(self):
-        """The per-example gradients (B, G, I, O), computed once; only for norms.
+        """The per-example gradients (B, G, I, O), computed once, and only for norms.
 
-        A sum over the examples is taken within a branch of the graph, which nothing may leave.
+        These need no allowance for rounding, since the sums take the same numbers. Sums are made
+        within a branch of the graph, of which nothing may be kept.
         """
         if self._gradients is None:
             self._gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
@@ -226,6 +227,9 @@ class Outer(Factor):
 
     def weighted_sum_of_squares(self, weights):
         weights = weights[:, None, None, None]
+        if self._gradients is not None:
+            squares = tf.square(weights * self._gradients)
+            return self._as_variable(tf.reduce_sum(squares, axis=0))
         if self._sizes[:2] == (1, 1):
             a, largest = _unit_range(self.inputs, 3)
             squares = tf.square(a[:, 0, 0]), tf.square((weights * largest * self.deltas)[:, 0, 0])
@@ -239,7 +243,10 @@ class Outer(Factor):
 
     def keep(self, rows):
         inputs, deltas = _keep(self.inputs, rows), _keep(self.deltas, rows)
-        return Outer(inputs, deltas, self.shape, self.layout, self.order)
+        kept = Outer(inputs, deltas, self.shape, self.layout, self.order)
+        if self._gradients is not None:
+            kept._gradients = _keep(self._gradients, rows)
+        return kept
 
     def materialize(self):
         gradients = self._gradients
