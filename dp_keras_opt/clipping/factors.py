@@ -18,11 +18,17 @@ import tensorflow as tf
 BLOCK = 2**25
 
 
-def rounding():
-    """Bound on the relative rounding error of a term in a float32 sum of products."""
+def rounding(terms=1):
+    """Bound on the error of a float32 sum of products, relative to the sum of their magnitudes.
+
+    Args:
+        terms: how many products, a number or a scalar tensor. One after another they could lose up
+            to half a bit each, but no kernel keeps a single sum for long.
+    """
     # TensorFlow lets GPUs round the factors of a matrix product to 11 bits.
     coarse = tf.config.experimental.tensor_float_32_execution_enabled()
-    return 2.0**-9 if coarse and tf.config.list_physical_devices("GPU") else 2.0**-21
+    one = 2.0**-9 if coarse and tf.config.list_physical_devices("GPU") else 2.0**-21
+    return one + 2.0**-27 * (tf.cast(terms, tf.float32) if tf.is_tensor(terms) else terms)
 
 
 class Factor(abc.ABC):
@@ -142,20 +148,25 @@ class Outer(Factor):
     def l1_norm(self, scale=None):
         matrix = None if scale is None else self._as_matrix(scale)
         if self._sizes[1] == 1:
-            return self.l1_of_terms(scale)
+            return self._l1_of_terms(matrix)
         if self._is_small:
             return _l1(_scaled(self._materialized(), matrix))
         total = sum(_l1(block) for block in self._blocks(matrix))
-        return total + rounding() * self.l1_of_terms(scale)
+        return total + self.l1_rounding(scale)
 
-    def l1_of_terms(self, scale=None):
-        """Σ_t ‖scale ⊙ (a_t ⊗ b_t)‖₁, (B,)."""
+    def _l1_of_terms(self, matrix):
+        """Σ_t ‖S ∘ (a_t ⊗ b_t)‖₁, (B,)."""
         a, b = tf.abs(self.inputs), tf.abs(self.deltas)
-        if scale is None:
+        if matrix is None:
             terms = tf.reduce_sum(a, axis=3) * tf.reduce_sum(b, axis=3)
         else:
-            terms = tf.reduce_sum(_through(a, self._as_matrix(scale)) * b, axis=3)
+            terms = tf.reduce_sum(_through(a, matrix) * b, axis=3)
         return tf.reduce_sum(terms, axis=(1, 2))
+
+    def l1_rounding(self, scale=None):
+        """What rounding may take from the L1 norm, (B,)."""
+        matrix = None if scale is None else self._as_matrix(scale)
+        return rounding(sizes_of(self.inputs)[2]) * self._l1_of_terms(matrix)
 
     def _norms_of_terms(self, matrix):
         """‖S ∘ (a_t ⊗ b_t)‖₂ for each group and position, (B, G, T)."""
@@ -293,11 +304,12 @@ class Rows(Factor):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
         sums, repeats = self._sums()
         total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
-        return total + rounding() * self.l1_of_terms(scale)
+        return total + self.l1_rounding(scale)
 
-    def l1_of_terms(self, scale=None):
-        """Σ_t ‖scale ⊙ deltas_t‖₁ over the positions, (B,)."""
-        return _l1(self.deltas if scale is None else self.deltas * tf.gather(scale, self.ids))
+    def l1_rounding(self, scale=None):
+        """What rounding may take from the L1 norm, (B,)."""
+        scales = 1.0 if scale is None else tf.gather(scale, self.ids)
+        return rounding(sizes_of(self.ids)[1]) * _l1(self.deltas * scales)
 
     def _sums(self):
         """Each position's row of the gradient (B, T, D), and at how many positions it stands."""
@@ -352,8 +364,8 @@ class RowsAndOuter(Factor):
         return _with_rounding(total, tf.sqrt(tf.stack([rows, outer], axis=1)), products=True)
 
     def l1_norm(self, scale=None):
-        terms = self.rows.l1_of_terms(scale) + self.outer.l1_of_terms(scale)
-        return super().l1_norm(scale) + rounding() * terms
+        uses = (self.rows, self.outer)
+        return super().l1_norm(scale) + sum(use.l1_rounding(scale) for use in uses)
 
     def _cross(self, scale):
         """⟨scale ⊙ look-ups, scale ⊙ projection⟩ for each example, through the rows looked up."""
@@ -422,9 +434,10 @@ def _with_rounding(squared_norm, terms, products=False):
     raised by that, which can only clip more.
     """
     total = tf.reduce_sum(terms, axis=range(1, terms.shape.rank))
+    relative = rounding(sizes_of(terms)[-1])
     if products:
-        squared_norm += rounding() * tf.square(total)
-    return tf.square(tf.sqrt(squared_norm) + rounding() * total)
+        squared_norm += relative * tf.square(total)
+    return tf.square(tf.sqrt(squared_norm) + relative * total)
 
 
 def _keep(tensor, rows):
