@@ -85,13 +85,14 @@ def plan(model):
     def walk(layer):
         if not layer.trainable_variables:
             return
-        if rule_for(layer) is not None:
+        ruled_here = rule_for(layer) is not None
+        if ruled_here:
             ruled.append(layer)
         elif per_example.is_unit(layer):
             general.append(layer)
-        else:
-            for child in per_example.children(layer):
-                walk(child)
+            return
+        for child in per_example.children(layer):  # of a ruled layer: an activation with weights
+            walk(child)
 
     walk(model)
     return Plan(tuple(dict.fromkeys(ruled)), tuple(dict.fromkeys(general)), splits={})

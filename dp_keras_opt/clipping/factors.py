@@ -18,11 +18,17 @@ import tensorflow as tf
 BLOCK = 2**25
 
 
-def rounding():
-    """Bound on the relative rounding error of a term in a float32 sum of products."""
+def rounding(terms=1):
+    """Bound on the error of a float32 sum of products, relative to the sum of their magnitudes.
+
+    Args:
+        terms: how many products, a number or a scalar tensor. One after another they could lose up
+            to half a bit each, but no kernel keeps a single sum for long.
+    """
     # TensorFlow lets GPUs round the factors of a matrix product to 11 bits.
     coarse = tf.config.experimental.tensor_float_32_execution_enabled()
-    return 2.0**-9 if coarse and tf.config.list_physical_devices("GPU") else 2.0**-21
+    one = 2.0**-9 if coarse and tf.config.list_physical_devices("GPU") else 2.0**-21
+    return one + 2.0**-27 * (tf.cast(terms, tf.float32) if tf.is_tensor(terms) else terms)
 
 
 class Factor(abc.ABC):
@@ -121,6 +127,12 @@ class Outer(Factor):
         (_, groups, positions, inputs), outputs = self.inputs.shape, self.deltas.shape[-1]
         return groups, positions, inputs, outputs
 
+    @property
+    def _form(self):
+        """How the entries stand for those of the variable: equal where two uses can be joined."""
+        groups, _, inputs, outputs = self._sizes
+        return self.layout, self.order, (groups, inputs, outputs)
+
     def squared_norm(self, scale=None):
         matrix = None if scale is None else self._as_matrix(scale)
         groups, positions, inputs, outputs = self._sizes
@@ -135,17 +147,26 @@ class Outer(Factor):
 
     def l1_norm(self, scale=None):
         matrix = None if scale is None else self._as_matrix(scale)
-        if self._sizes[1] != 1 and self._is_small:
+        if self._sizes[1] == 1:
+            return self._l1_of_terms(matrix)
+        if self._is_small:
             return _l1(_scaled(self._materialized(), matrix))
+        total = sum(_l1(block) for block in self._blocks(matrix))
+        return total + self.l1_rounding(scale)
+
+    def _l1_of_terms(self, matrix):
+        """Σ_t ‖S ∘ (a_t ⊗ b_t)‖₁, (B,)."""
         a, b = tf.abs(self.inputs), tf.abs(self.deltas)
         if matrix is None:
             terms = tf.reduce_sum(a, axis=3) * tf.reduce_sum(b, axis=3)
         else:
             terms = tf.reduce_sum(_through(a, matrix) * b, axis=3)
-        if self._sizes[1] == 1:
-            return tf.reduce_sum(terms, axis=(1, 2))
-        total = sum(_l1(block) for block in self._blocks(matrix))
-        return total + rounding() * tf.reduce_sum(terms, axis=(1, 2))
+        return tf.reduce_sum(terms, axis=(1, 2))
+
+    def l1_rounding(self, scale=None):
+        """What rounding may take from the L1 norm, (B,)."""
+        matrix = None if scale is None else self._as_matrix(scale)
+        return rounding(sizes_of(self.inputs)[2]) * self._l1_of_terms(matrix)
 
     def _norms_of_terms(self, matrix):
         """‖S ∘ (a_t ⊗ b_t)‖₂ for each group and position, (B, G, T)."""
@@ -188,7 +209,11 @@ class Outer(Factor):
             yield _scaled(gradients, None if matrix is None else matrix[:, start : start + width])
 
     def _materialized(self):
-        """The per-example gradients (B, G, I, O), computed once."""
+        """The per-example gradients (B, G, I, O), computed once, and only for norms.
+
+        These need no allowance for rounding, since the sums take the same numbers. Sums are made
+        within a branch of the graph, of which nothing may be kept.
+        """
         if self._gradients is None:
             self._gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
         return self._gradients
@@ -213,6 +238,9 @@ class Outer(Factor):
 
     def weighted_sum_of_squares(self, weights):
         weights = weights[:, None, None, None]
+        if self._gradients is not None:
+            squares = tf.square(weights * self._gradients)
+            return self._as_variable(tf.reduce_sum(squares, axis=0))
         if self._sizes[:2] == (1, 1):
             a, largest = _unit_range(self.inputs, 3)
             squares = tf.square(a[:, 0, 0]), tf.square((weights * largest * self.deltas)[:, 0, 0])
@@ -226,17 +254,23 @@ class Outer(Factor):
 
     def keep(self, rows):
         inputs, deltas = _keep(self.inputs, rows), _keep(self.deltas, rows)
-        return Outer(inputs, deltas, self.shape, self.layout, self.order)
+        kept = Outer(inputs, deltas, self.shape, self.layout, self.order)
+        if self._gradients is not None:
+            kept._gradients = _keep(self._gradients, rows)
+        return kept
 
     def materialize(self):
-        gradients = tf.reshape(self._materialized(), (-1, *self.layout))
+        gradients = self._gradients
+        if gradients is None:
+            gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
+        gradients = tf.reshape(gradients, (-1, *self.layout))
         gradients = tf.transpose(gradients, (0, *(axis + 1 for axis in self.order)))
         return tf.reshape(gradients, (-1, *self.shape))
 
     def join(self, other):
-        if isinstance(other, Rows):
+        if isinstance(other, Rows) and self._form == (self.shape, (0, 1), (1, *self.shape)):
             return RowsAndOuter(other, self)
-        if not isinstance(other, Outer) or (self.layout, self.order) != (other.layout, other.order):
+        if not isinstance(other, Outer) or self._form != other._form:
             return super().join(other)
         inputs = tf.concat([self.inputs, other.inputs], axis=2)
         deltas = tf.concat([self.deltas, other.deltas], axis=2)
@@ -270,7 +304,12 @@ class Rows(Factor):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
         sums, repeats = self._sums()
         total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
-        return total + rounding() * _l1(self.deltas * scales)
+        return total + self.l1_rounding(scale)
+
+    def l1_rounding(self, scale=None):
+        """What rounding may take from the L1 norm, (B,)."""
+        scales = 1.0 if scale is None else tf.gather(scale, self.ids)
+        return rounding(sizes_of(self.ids)[1]) * _l1(self.deltas * scales)
 
     def _sums(self):
         """Each position's row of the gradient (B, T, D), and at how many positions it stands."""
@@ -300,7 +339,7 @@ class Rows(Factor):
 
     def join(self, other):
         if isinstance(other, Outer):
-            return RowsAndOuter(self, other)
+            return other.join(self)
         if not isinstance(other, Rows):
             return super().join(other)
         ids = tf.concat([self.ids, tf.cast(other.ids, self.ids.dtype)], axis=1)
@@ -323,6 +362,10 @@ class RowsAndOuter(Factor):
         rows, outer = self.rows.squared_norm(scale), self.outer.squared_norm(scale)
         total = tf.maximum(rows + outer + 2 * self._cross(scale), 0.0)
         return _with_rounding(total, tf.sqrt(tf.stack([rows, outer], axis=1)), products=True)
+
+    def l1_norm(self, scale=None):
+        uses = (self.rows, self.outer)
+        return super().l1_norm(scale) + sum(use.l1_rounding(scale) for use in uses)
 
     def _cross(self, scale):
         """⟨scale ⊙ look-ups, scale ⊙ projection⟩ for each example, through the rows looked up."""
@@ -391,9 +434,10 @@ def _with_rounding(squared_norm, terms, products=False):
     raised by that, which can only clip more.
     """
     total = tf.reduce_sum(terms, axis=range(1, terms.shape.rank))
+    relative = rounding(sizes_of(terms)[-1])
     if products:
-        squared_norm += rounding() * tf.square(total)
-    return tf.square(tf.sqrt(squared_norm) + rounding() * total)
+        squared_norm += relative * tf.square(total)
+    return tf.square(tf.sqrt(squared_norm) + relative * total)
 
 
 def _keep(tensor, rows):

@@ -186,15 +186,16 @@ def _einsum_factor(equation, inputs, deltas, shape):
 # Embeddings.
 
 
-def _ids(inputs):
+def _ids(inputs, size):
     rows, *positions = sizes_of(inputs)
-    return tf.cast(tf.reshape(inputs, (rows, math.prod(positions))), tf.int32)
+    ids = tf.cast(tf.reshape(inputs, (rows, math.prod(positions))), tf.int32)
+    return tf.where(ids < 0, ids + size, ids)  # Keras counts these from the end of the table
 
 
 @rule(layers.Embedding)
 def embedding(layer, deltas, inputs):
     """The rows that were looked up; LoRA-enabled, the table is E + s·A·B with E frozen."""
-    ids = _ids(inputs)
+    ids = _ids(inputs, layer.input_dim)
     deltas = tf.reshape(deltas, (*sizes_of(ids), layer.output_dim))
     if _has_no_lora(layer):
         yield layer.embeddings, Rows(ids, deltas, layer.embeddings.shape)
@@ -278,7 +279,7 @@ def separable_convolution(layer, deltas, inputs):
     depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
     middle = keras.ops.depthwise_conv(
         inputs,
-        depthwise,
+        tf.cast(depthwise.value, inputs.dtype),
         strides=layer.strides,
         padding=layer.padding,
         dilation_rate=layer.dilation_rate,
@@ -296,15 +297,10 @@ def separable_convolution(layer, deltas, inputs):
 # Layers that are linear in a scale γ and an offset β, coordinate by coordinate.
 
 
-@rule(
-    layers.LayerNormalization,
-    layers.GroupNormalization,
-    *([layers.RMSNormalization] if hasattr(layers, "RMSNormalization") else []),
-)
+@rule(layers.LayerNormalization, layers.GroupNormalization)
 def normalization(layer, deltas, inputs):
     """γ Σ (output at γ = 1, β = 0) · b, β Σ b."""
-    gamma, beta = (getattr(layer, name, None) for name in ("gamma", "beta"))
-    gamma = getattr(layer, "scale", None) if type(layer).__name__ == "RMSNormalization" else gamma
+    gamma, beta = layer.gamma, layer.beta
     axes = layer.axis if isinstance(layer.axis, list | tuple) else [layer.axis]
     axes = [axis % deltas.shape.rank for axis in axes]
 
@@ -314,16 +310,28 @@ def normalization(layer, deltas, inputs):
         return Materialized(tf.reshape(total, (sizes_of(tensor)[0], *shape)))
 
     if gamma is not None:
-        plain = [(v, value(v)) for v, value in ((gamma, tf.ones_like), (beta, tf.zeros_like))
-                 if v is not None]  # fmt: skip
-        with keras.StatelessScope(state_mapping=plain):
-            normalized = layer.call(inputs)
-        yield (
-            gamma,
-            summed(tf.cast(normalized, tf.float32) * tf.cast(deltas, tf.float32), gamma.shape),
-        )
+        normalized = _without_weights(layer, inputs, gamma, beta)
+        yield gamma, summed(normalized * tf.cast(deltas, tf.float32), gamma.shape)
     if beta is not None:
         yield beta, summed(deltas, beta.shape)
+
+
+def _without_weights(layer, inputs, scale, offset=None):
+    """The layer's output at scale 1 and offset 0."""
+    plain = [(scale, tf.ones_like(scale))]
+    if offset is not None:
+        plain.append((offset, tf.zeros_like(offset)))
+    with keras.StatelessScope(state_mapping=plain):
+        return tf.cast(layer.call(inputs), tf.float32)
+
+
+if hasattr(layers, "RMSNormalization"):
+
+    @rule(layers.RMSNormalization)
+    def rms_normalization(layer, deltas, inputs):
+        """γ Σ (output at γ = 1) · b; Keras broadcasts γ to the last axes, whatever `axis` says."""
+        normalized = _without_weights(layer, inputs, layer.scale)
+        yield layer.scale, _sum_to(normalized * tf.cast(deltas, tf.float32), layer.scale.shape)
 
 
 @rule(layers.PReLU)
