@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+import keras
+
 from dp_keras_opt.clipping import book_keeping
 from dp_keras_opt.clipping.clipped_sum import variables_by_layer
 
@@ -45,14 +47,23 @@ def explain(model):
 
 
 def _trained(model, plan):
-    layers = {id(v): layer for layer in model._flatten_layers() for v in layer.trainable_variables}
+    owners = {id(v): layer for layer in model._flatten_layers() for v in layer.trainable_variables}
     ruled = {id(v) for layer in plan.ruled for v in layer.trainable_variables}
+    units = {id(v): layer for layer in plan.general for v in layer.trainable_variables}
+    rows = {}
     for name, variables in variables_by_layer(model).items():
-        engine = "rule" if id(variables[0]) in ruled else "one example at a time"
-        if model in plan.general:
+        key = id(variables[0])
+        layer, engine = owners[key], "rule"
+        if key not in ruled and isinstance(units[key], keras.Model):
             engine = "whole model, one example at a time"
-        kind = type(layers[id(variables[0])]).__name__
-        yield Served(name, kind, sum(math.prod(v.shape) for v in variables), engine)
+        elif key not in ruled:  # such as an RNN, whose weights are those of its cell
+            layer, engine = units[key], "one example at a time"
+            name = layer.name
+        weights = sum(math.prod(v.shape) for v in variables)
+        if id(layer) in rows:
+            weights += rows[id(layer)].weights
+        rows[id(layer)] = Served(name, type(layer).__name__, weights, engine)
+    return rows.values()
 
 
 def _frozen(model):
