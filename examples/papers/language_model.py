@@ -216,7 +216,8 @@ def table(results):
 
 def verdict(results, size):
     """Each method against post-processing; more than 2 standard errors decide."""
-    lines = [f"test loss less that of {METHODS[0]}, {size.seeds} initial weights for each.\n"]
+    effort = f"{size.steps} steps, {size.trials} settings tried, {size.seeds} initial weights"
+    lines = [f"test loss minus that of {METHODS[0]}, ± standard error ({effort}).\n"]
     for noise, method in itertools.product(NOISES, METHODS[1:]):
         pair = [[r["test"] for r in results[noise, name]] for name in (METHODS[0], method)]
         (base, loss), errors = report.mean_and_error(pair, axis=1)
