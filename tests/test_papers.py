@@ -119,6 +119,18 @@ def test_the_quadratic_simulation_is_dp_adam(source, epsilon):
 
 @pytest.mark.parametrize("name", ["adagrad_1d", "quadratic"])
 def test_the_experiment_runs(name, tmp_path):
-    command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--output", tmp_path]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    assert {file.suffix for file in tmp_path.iterdir()} == {".csv", ".md", ".png"}
+    run_quickly(name, tmp_path)
+
+
+def test_the_language_model_trains_on_a_text_of_ones_own(tmp_path):
+    words = np.random.default_rng(3).choice(["it", "was", "a", "dark", "night,", "Paul:"], 9999)
+    (tmp_path / "my.txt").write_text(" ".join(words), encoding="utf-8")
+    run_quickly("language_model", tmp_path / "results", "--data", tmp_path / "my.txt")
+    table = (tmp_path / "results" / "language_model.csv").read_text(encoding="utf-8").splitlines()
+    assert len(table) == 1 + 2 * 5  # each of two noises with each of five methods
+
+
+def run_quickly(name, output, *options):
+    command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--output", output, *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+    assert {file.suffix for file in output.iterdir()} == {".csv", ".md", ".png"}
