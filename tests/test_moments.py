@@ -595,3 +595,18 @@ def test_two_optimizers_never_share_what_a_source_remembers(source):
     one, other = linear.build(first), linear.build(second)
     linear.train(one, 2, draws_of(source))
     np.testing.assert_array_equal(linear.train(other, 3, draws_of(source))[0], alone)
+
+
+def test_numbers_may_come_from_numpy():
+    """A search over hyper-parameters hands over NumPy's numbers; one had dtype float64."""
+    optimizer = DPAdam(
+        learning_rate=np.float64(0.01),
+        epsilon=np.float64(1e-3),
+        second_moment="bias_corrected",
+        clip_norm=np.float64(0.3),
+        noise_multiplier=np.float32(1.0),
+        batch_size=np.int64(8),
+    )
+    model = linear.build(optimizer)
+    linear.train(model, 2)
+    assert np.isfinite(linear.flat(model.trainable_variables)).all()

@@ -31,6 +31,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
 
     def __init__(self, *args, second_moment="post_processing", **kwargs):
         super().__init__(*args, **kwargs)
+        self.epsilon = float(self.epsilon)  # a NumPy number would bring its dtype along
         self.second_moment = second_moment
         self.second_moment.check(self)
 

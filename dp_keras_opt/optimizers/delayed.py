@@ -90,7 +90,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         if not isinstance(epsilon, numbers.Real) or not 0 < epsilon < float("inf"):
             raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
         self.adaptive_learning_rate = adaptive_learning_rate
-        self.epsilon = epsilon
+        self.epsilon = float(epsilon)
         self.delay = delay
         self.adaptive_clip_norm = adaptive_clip_norm
         self.subtract_noise = subtract_noise

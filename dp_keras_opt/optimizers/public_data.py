@@ -126,7 +126,7 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
         self.rank = _positive_integer("rank", rank)
-        self.epsilon = epsilon
+        self.epsilon = float(epsilon)
 
     def build(self, variables):
         if self.built:
