@@ -2,6 +2,7 @@
 
     python3.11 benchmarks/compare.py                      # every contender, on the CPU
     python3.11 benchmarks/compare.py --scaling            # and the mlp in batches of 64 to 4096
+    python3.11 benchmarks/compare.py --workloads --scaling mlp cnn       # this only, of two
     python benchmarks/compare.py --device gpu             # Keras and this library, with XLA
     python benchmarks/compare.py --here --quick           # a smoke test of these two
 
@@ -21,14 +22,15 @@ the whole process, libraries included. Tables and plots go to `output/benchmark/
 """
 
 import argparse
-import os
+import itertools
 import pathlib
 import statistics
 import subprocess
 import sys
 
+import report
 from contenders import BENCHMARKS, CONTENDERS, REPOSITORY, Worker, pythons, say
-from report import Row, markdown, write_csv
+from report import Row
 from workloads import WORKLOADS
 
 BATCH_SIZES = (64, 256, 1024, 4096)
@@ -91,6 +93,29 @@ def floor(measured):
     return [min(plain) + draw for *plain, draw in zip(*steps, noise, strict=True)]
 
 
+def compare(contenders, found, options):
+    """All contenders on each workload, in turn; written after each, in case a run is cut short."""
+    table, versions = [], {}
+    for workload in options.workloads:
+        size = options.batch_size or WORKLOADS[workload].batch_size
+        part, seen = measure(contenders, workload, size, found, options)
+        table, versions = table + part, versions | seen
+        text = report.write("table", table, report.comparison(table), versions, options)
+    return text
+
+
+def scale(contenders, found, options):
+    """Each contender alone on each batch size."""
+    table, versions = [], {}
+    for workload, size in itertools.product(options.scaling, BATCH_SIZES):
+        for contender in contenders:
+            if contender.variant != "noise":
+                part, seen = measure([contender], workload, size, found, options)
+                table, versions = table + part, versions | seen
+                text = report.write("scaling", table, report.scaling(table), versions, options)
+    return text
+
+
 def main(arguments=None):
     options = parse(arguments)
     chosen = [
@@ -99,31 +124,12 @@ def main(arguments=None):
         if {contender.worker, contender.name} & set(options.contenders)
         and (contender.environment == "keras" or not options.here)
     ]
-    load = os.getloadavg()[0]
     found = pythons(chosen, options.here)
     options.output.mkdir(parents=True, exist_ok=True)
-    table, scaling, versions = [], [], {}
-
-    def write():  # after every part, so that a run that is cut short leaves what it has
-        write_csv(options.output / "table.csv", table)
-        write_csv(options.output / "scaling.csv", scaling)
-        report = "\n".join(markdown(table, scaling, versions, options, load)) + "\n"
-        (options.output / "table.md").write_text(report, encoding="utf-8")
-        return report
-
-    for workload in options.workloads:
-        size = options.batch_size or WORKLOADS[workload].batch_size
-        part, seen = measure(chosen, workload, size, found, options)
-        table, versions = table + part, versions | seen
-        write()
-    for workload in options.scaling:
-        for size in BATCH_SIZES:
-            for contender in chosen:
-                if contender.variant != "noise":
-                    part, seen = measure([contender], workload, size, found, options)
-                    scaling, versions = scaling + part, versions | seen
-                    write()
-    print(write())
+    if options.workloads:
+        print(compare(chosen, found, options))
+    if options.scaling:
+        print(scale(chosen, found, options))
     python = found.get("keras", sys.executable)
     if not isinstance(python, str):
         subprocess.run([python, BENCHMARKS / "plot.py", options.output], check=False)

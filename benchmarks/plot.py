@@ -32,9 +32,8 @@ STYLE = {
 def main(folder):
     plt.rcParams.update(STYLE)
     for name, draw in (("table", dots), ("scaling", lines)):
-        rows = read(folder / f"{name}.csv")
-        if rows:
-            figure = draw(rows)
+        if (folder / f"{name}.csv").exists():
+            figure = draw(read(folder / f"{name}.csv"))
             figure.savefig(folder / f"{name}.png", dpi=150)
             plt.close(figure)
 

@@ -4,8 +4,11 @@ import csv
 import dataclasses
 import os
 import platform
+import subprocess
 
 from workloads import WORKLOADS
+
+LOAD = os.getloadavg()[0]  # before the run adds to it
 
 
 @dataclasses.dataclass
@@ -26,46 +29,49 @@ class Row:
     error: str = ""
 
 
-def write_csv(path, table):
-    with open(path, "w", newline="", encoding="utf-8") as file:
+def write(name, rows, tables, versions, options):
+    """`rows` as NAME.csv; machine, versions and `tables` as NAME.md, whose text is returned."""
+    with open(options.output / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
         writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in table)
+        writer.writerows(dataclasses.asdict(row) for row in rows)
+    text = "\n".join([*heading(versions, options), *tables]) + "\n"
+    (options.output / f"{name}.md").write_text(text, encoding="utf-8")
+    return text
 
 
-def markdown(table, scaling, versions, options, load):
-    """The report: machine and versions, a table for each workload, one for the scaling run."""
-    cores = len(os.sched_getaffinity(0))
+def heading(versions, options):
     yield "# Time and memory of a training step\n"
     yield (
-        f"{cores} CPU cores ({platform.machine()}), Python {platform.python_version()}, device "
-        f"{options.device}; medians of {options.rounds} rounds of at most {options.steps} steps."
+        f"{machine(options.device)}, load {LOAD:.1f} before the run; medians of {options.rounds} "
+        f"rounds of at most {options.steps} steps or {options.seconds:g} s."
     )
-    yield "Versions: " + ", ".join(f"{name} {v}" for name, v in sorted(versions.items())) + "."
-    yield f"Load of the machine before the run: {load:.1f}.\n"
-    for workload in dict.fromkeys(row.workload for row in table):
+    yield "Versions: " + ", ".join(f"{name} {v}" for name, v in sorted(versions.items())) + ".\n"
+
+
+def machine(device):
+    cores = f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()})"
+    if device == "cpu":
+        return cores
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        name = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        name = "a GPU"
+    return f"{name}, {cores}"
+
+
+def comparison(rows):
+    """A table for each workload: time, throughput and memory, and their ratios."""
+    for workload in dict.fromkeys(row.workload for row in rows):
         spec = WORKLOADS[workload]
-        part = [row for row in table if row.workload == workload]
+        part = [row for row in rows if row.workload == workload]
         yield f"## {workload}\n"
         yield f"{spec.model}; {spec.parameters:,} parameters, batch {part[0].batch_size}.\n"
         yield "| | ms a step | examples a second | ratio to the floor | peak MB | ratio to Keras |"
         yield "|---|---|---|---|---|---|"
         for row in part:
-            yield "| " + " | ".join([row.label, *figures(row)]) + " |"
-        yield ""
-    for workload in dict.fromkeys(row.workload for row in scaling):
-        part = [row for row in scaling if row.workload == workload]
-        yield f"## {workload}, by batch size: examples a second (peak MB)\n"
-        sizes = sorted({row.batch_size for row in part})
-        yield "| | " + " | ".join(map(str, sizes)) + " |"
-        yield "|---" * (len(sizes) + 1) + "|"
-        for label in dict.fromkeys(row.label for row in part):
-            of_label = sorted((r for r in part if r.label == label), key=lambda r: r.batch_size)
-            cells = [
-                row.error or f"{row.examples_per_second:,.0f} ({row.peak_megabytes:.0f})"
-                for row in of_label
-            ]
-            yield "| " + " | ".join([label, *cells]) + " |"
+            yield f"| {row.label} | " + " | ".join(figures(row)) + " |"
         yield ""
 
 
@@ -80,3 +86,23 @@ def figures(row):
         (row.ratio_of_memory, ".2f"),
     ]
     return ["" if value is None else format(value, form) for value, form in values]
+
+
+def scaling(rows):
+    """A table for each workload: throughput and memory by batch size."""
+    for workload in dict.fromkeys(row.workload for row in rows):
+        part = [row for row in rows if row.workload == workload]
+        sizes = list(dict.fromkeys(row.batch_size for row in part))
+        yield f"## {workload}: examples a second (peak MB) by batch size\n"
+        yield "| | " + " | ".join(map(str, sizes)) + " |"
+        yield "|---" * (len(sizes) + 1) + "|"
+        for label in dict.fromkeys(row.label for row in part):
+            of_size = {row.batch_size: row for row in part if row.label == label}
+            yield f"| {label} | " + " | ".join(scaled(of_size.get(size)) for size in sizes) + " |"
+        yield ""
+
+
+def scaled(row):
+    if row is None or row.error:
+        return row.error.replace("|", "/") if row else ""
+    return f"{row.examples_per_second:,.0f} ({row.peak_megabytes:.0f})"

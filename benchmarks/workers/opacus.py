@@ -43,7 +43,7 @@ class Embeddings(nn.Module):
         self.token, self.position = nn.Embedding(2000, 128), nn.Embedding(length, 128)
 
     def forward(self, tokens):
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
         return self.token(tokens) + self.position(positions)
 
 
@@ -76,7 +76,7 @@ def prepare(workload, variant, batch_size, device):
     """See `protocol.serve`; variants "plain", "hooks" and "ghost"."""
     spec = WORKLOADS[workload]
     x, y = (torch.from_numpy(array) for array in spec.batch(batch_size))
-    x, y = x.movedim(-1, 1).contiguous() if x.ndim == 4 else x, y.long()
+    x, y = (x.movedim(-1, 1) if x.ndim == 4 else x).contiguous(), y.long()  # channels come first
     model = nn.Sequential(*globals()[workload]())
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.Adam(model.parameters(), 0.001)
