@@ -1,0 +1,169 @@
+"""Times this library beside Keras without privacy, TF Privacy, Opacus and jax-privacy, in one run.
+
+    python3.11 benchmarks/compare.py                      # every contender, on the CPU
+    python3.11 benchmarks/compare.py --scaling            # and the mlp in batches of 64 to 4096
+    python3.11 benchmarks/compare.py --workloads --scaling mlp cnn       # this only, of two
+    python benchmarks/compare.py --device gpu             # Keras and this library, with XLA
+    python benchmarks/compare.py --here --quick           # a smoke test of these two
+
+Each library has an environment of its own in `.bench/`, made when it is missing (6 GB in all; a CPU
+build of PyTorch is taken where pip finds one). `--device gpu` and `--here` use the environment that
+they run in, and compare only what is there.
+
+Each contender is a process of its own (`workers/`). Those of a workload are timed in turn, round by
+round, so that a drift of the machine's speed hits all of them; in the scaling run, where some fill
+the memory, each has the machine to itself. A step is forward, backward, clipping, noise and update
+on a batch that lies in memory, with Adam (unless the label says otherwise), clip norm 1 and noise
+multiplier 1. The models are the same, down to the number of parameters, which is checked.
+
+The floor of a private step is the faster step of Keras without privacy plus the bare draw of the
+noise; look at the ratio to it, since absolute figures belong to the machine. Peak memory is that of
+the whole process, libraries included. Tables and plots go to `output/benchmark/`.
+"""
+
+import argparse
+import itertools
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import report
+from contenders import BENCHMARKS, CONTENDERS, REPOSITORY, Worker, pythons, say
+from report import Row
+from workloads import WORKLOADS
+
+BATCH_SIZES = (64, 256, 1024, 4096)
+
+
+def measure(contenders, workload, batch_size, found, options):
+    """A `Row` for each contender, all of them in memory and timed in turn; and their versions."""
+    workers = []
+    try:
+        for contender in contenders:
+            say(f"{workload}, batch {batch_size}: {contender.label}")
+            python = found[contender.environment]
+            workers.append(
+                Worker(contender, python, workload, batch_size, options.device, options.limit)
+            )
+        for _ in range(options.rounds):
+            for worker in workers:
+                worker.time(options.steps, options.seconds)
+    finally:
+        for worker in workers:
+            worker.close()
+    versions = {name: v for worker in workers for name, v in worker.versions.items()}
+    return rows(workers, workload, batch_size), versions
+
+
+def rows(workers, workload, batch_size):
+    """The medians of the workers' rounds, and the ratios of these workers to each other."""
+    measured = {worker.contender.name: worker for worker in workers if not worker.error}
+    floors = floor(measured)
+    plain = measured.get("keras_plain:plain")
+    result = []
+    for worker in workers:
+        row = Row(workload, batch_size, worker.contender.name, worker.contender.label)
+        row.error = worker.error
+        result.append(row)
+        if worker.error:
+            continue
+        times = worker.milliseconds
+        row.milliseconds = statistics.median(times)
+        row.fastest_round, row.slowest_round = min(times), max(times)
+        row.peak_megabytes = worker.peak_megabytes
+        if worker.contender.variant == "noise":
+            continue
+        row.examples_per_second = 1e3 * batch_size / row.milliseconds
+        if floors:
+            ratios = (time / least for time, least in zip(times, floors, strict=True))
+            row.ratio_to_floor = statistics.median(ratios)
+        if plain:
+            row.ratio_of_memory = row.peak_megabytes / plain.peak_megabytes
+    return result
+
+
+def floor(measured):
+    """Round by round, the faster step of Keras without privacy plus the draw of the noise."""
+    steps = [measured[f"keras_plain:{name}"].milliseconds for name in ("plain", "xla")
+             if f"keras_plain:{name}" in measured]  # fmt: skip
+    if not steps or "keras_plain:noise" not in measured:
+        return None
+    noise = measured["keras_plain:noise"].milliseconds
+    return [min(plain) + draw for *plain, draw in zip(*steps, noise, strict=True)]
+
+
+def compare(contenders, found, options):
+    """All contenders on each workload, in turn; written after each, in case a run is cut short."""
+    table, versions = [], {}
+    for workload in options.workloads:
+        size = options.batch_size or WORKLOADS[workload].batch_size
+        part, seen = measure(contenders, workload, size, found, options)
+        table, versions = table + part, versions | seen
+        text = report.write("table", table, report.comparison(table), versions, options)
+    return text
+
+
+def scale(contenders, found, options):
+    """Each contender alone on each batch size."""
+    table, versions = [], {}
+    for workload, size in itertools.product(options.scaling, BATCH_SIZES):
+        for contender in contenders:
+            if contender.variant != "noise":
+                part, seen = measure([contender], workload, size, found, options)
+                table, versions = table + part, versions | seen
+                text = report.write("scaling", table, report.scaling(table), versions, options)
+    return text
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    chosen = [
+        contender
+        for contender in CONTENDERS
+        if {contender.worker, contender.name} & set(options.contenders)
+        and (contender.environment == "keras" or not options.here)
+    ]
+    found = pythons(chosen, options.here)
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.workloads:
+        print(compare(chosen, found, options))
+    if options.scaling:
+        print(scale(chosen, found, options))
+    python = found.get("keras", sys.executable)
+    if not isinstance(python, str):
+        subprocess.run([python, BENCHMARKS / "plot.py", options.output], check=False)
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    workers = list(dict.fromkeys(contender.worker for contender in CONTENDERS))
+    names = workers + [contender.name for contender in CONTENDERS]
+    add = parser.add_argument
+    add("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS), help="all")
+    add("--contenders", nargs="+", choices=names, default=workers, metavar="WORKER[:VARIANT]",
+        help=", ".join(names))  # fmt: skip
+    add("--scaling", nargs="*", choices=WORKLOADS, help="workloads in several batch sizes; mlp")
+    add("--device", choices=("cpu", "gpu"), default="cpu", help="gpu implies --here")
+    add("--here", action="store_true", help="Keras and this library, in this environment")
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, default=20, help="of a round, at most")
+    add("--seconds", type=float, default=5.0, help="of a round, about, at most")
+    add("--limit", type=float, default=300.0, help="seconds after which a contender is given up")
+    add("--batch-size", type=int, help="instead of that of the workload")
+    add("--quick", action="store_true", help="2 rounds of 3 steps: whether it runs")
+    add("--output", type=pathlib.Path, help="folder; output/benchmark, or benchmark-gpu")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.steps = 2, 3
+    options.scaling = [] if options.scaling is None else options.scaling or ["mlp"]
+    options.here = options.here or options.device == "gpu"
+    folder = "benchmark-gpu" if options.device == "gpu" else "benchmark"
+    options.output = options.output or REPOSITORY / "output" / folder
+    return options
+
+
+if __name__ == "__main__":
+    main()

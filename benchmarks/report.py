@@ -1,0 +1,108 @@
+"""What a run of `compare.py` leaves: rows, as CSV and as Markdown."""
+
+import csv
+import dataclasses
+import os
+import platform
+import subprocess
+
+from workloads import WORKLOADS
+
+LOAD = os.getloadavg()[0]  # before the run adds to it
+
+
+@dataclasses.dataclass
+class Row:
+    """What was measured of one contender on one workload; None for what could not be."""
+
+    workload: str
+    batch_size: int
+    contender: str
+    label: str
+    milliseconds: float | None = None
+    fastest_round: float | None = None
+    slowest_round: float | None = None
+    examples_per_second: float | None = None
+    ratio_to_floor: float | None = None
+    peak_megabytes: float | None = None
+    ratio_of_memory: float | None = None
+    error: str = ""
+
+
+def write(name, rows, tables, versions, options):
+    """`rows` as NAME.csv; machine, versions and `tables` as NAME.md, whose text is returned."""
+    with open(options.output / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)
+    text = "\n".join([*heading(versions, options), *tables]) + "\n"
+    (options.output / f"{name}.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def heading(versions, options):
+    yield "# Time and memory of a training step\n"
+    yield (
+        f"{machine(options.device)}, load {LOAD:.1f} before the run; medians of {options.rounds} "
+        f"rounds of at most {options.steps} steps or {options.seconds:g} s."
+    )
+    yield "Versions: " + ", ".join(f"{name} {v}" for name, v in sorted(versions.items())) + ".\n"
+
+
+def machine(device):
+    cores = f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()})"
+    if device == "cpu":
+        return cores
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        name = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        name = "a GPU"
+    return f"{name}, {cores}"
+
+
+def comparison(rows):
+    """A table for each workload: time, throughput and memory, and their ratios."""
+    for workload in dict.fromkeys(row.workload for row in rows):
+        spec = WORKLOADS[workload]
+        part = [row for row in rows if row.workload == workload]
+        yield f"## {workload}\n"
+        yield f"{spec.model}; {spec.parameters:,} parameters, batch {part[0].batch_size}.\n"
+        yield "| | ms a step | examples a second | ratio to the floor | peak MB | ratio to Keras |"
+        yield "|---|---|---|---|---|---|"
+        for row in part:
+            yield f"| {row.label} | " + " | ".join(figures(row)) + " |"
+        yield ""
+
+
+def figures(row):
+    if row.error:
+        return [row.error.replace("|", "/"), "", "", "", ""]
+    values = [
+        (row.milliseconds, ".1f"),
+        (row.examples_per_second, ",.0f"),
+        (row.ratio_to_floor, ".2f"),
+        (row.peak_megabytes, ".0f"),
+        (row.ratio_of_memory, ".2f"),
+    ]
+    return ["" if value is None else format(value, form) for value, form in values]
+
+
+def scaling(rows):
+    """A table for each workload: throughput and memory by batch size."""
+    for workload in dict.fromkeys(row.workload for row in rows):
+        part = [row for row in rows if row.workload == workload]
+        sizes = list(dict.fromkeys(row.batch_size for row in part))
+        yield f"## {workload}: examples a second (peak MB) by batch size\n"
+        yield "| | " + " | ".join(map(str, sizes)) + " |"
+        yield "|---" * (len(sizes) + 1) + "|"
+        for label in dict.fromkeys(row.label for row in part):
+            of_size = {row.batch_size: row for row in part if row.label == label}
+            yield f"| {label} | " + " | ".join(scaled(of_size.get(size)) for size in sizes) + " |"
+        yield ""
+
+
+def scaled(row):
+    if row is None or row.error:
+        return row.error.replace("|", "/") if row else ""
+    return f"{row.examples_per_second:,.0f} ({row.peak_megabytes:.0f})"

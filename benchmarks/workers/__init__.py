@@ -1,0 +1,1 @@
+"""One program per library: `python -m workers.NAME`, spoken to as `workers.protocol` says."""

@@ -1,0 +1,41 @@
+"""This library: DP-SGD, and adaptive optimizers by where their second moment comes from."""
+
+import keras
+import tensorflow as tf
+from workloads import WORKLOADS
+
+import dp_keras_opt as dp
+from workers.keras_common import fit_steps, inputs_and_outputs
+from workers.keras_plain import peak_megabytes, require
+from workers.protocol import serve
+
+
+def prepare(workload, variant, batch_size, device):
+    """See `protocol.serve`; variants "dpsgd", "dp2rmsprop" and the second moments of DPAdam."""
+    require(device)
+    spec = WORKLOADS[workload]
+    model = dp.DPModel(*inputs_and_outputs(keras, workload, spec))
+    model.compile(
+        optimizer(variant, batch_size),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=device == "gpu",
+    )
+    data = tf.data.Dataset.from_tensors(spec.batch(batch_size)).repeat()
+    data = dp.data.assume_sampling(data, dp.accounting.Sampling.full(batch_size))
+    return fit_steps(keras, model, data), model.count_params()
+
+
+def optimizer(variant, batch_size):
+    """The optimizer of a variant, with clip norm 1 and noise multiplier 1."""
+    common = {"clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": batch_size}
+    if variant == "dpsgd":
+        return dp.optimizers.DPSGD(0.01, **common)
+    if variant == "dp2rmsprop":  # one step of its SGD phase, then adaptive ones only
+        return dp.optimizers.DP2RMSprop(
+            0.01, 0.01, epsilon=1e-3, delay=(1, 10**6), adaptive_clip_norm=1.0, **common
+        )
+    return dp.optimizers.DPAdam(0.001, epsilon=1e-3, second_moment=variant, **common)
+
+
+if __name__ == "__main__":
+    serve(prepare, ("tensorflow", "keras"), peak_megabytes)

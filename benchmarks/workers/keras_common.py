@@ -1,0 +1,68 @@
+"""The models in Keras, and steps of `fit`; `keras` is Keras 3, or `tf_keras` for TF Privacy."""
+
+import time
+
+import numpy as np
+
+
+def mlp(layers, inputs):
+    hidden = layers.Dense(512, activation="relu")(inputs)
+    hidden = layers.Dense(512, activation="relu")(hidden)
+    return layers.Dense(10)(hidden)
+
+
+def cnn(layers, inputs):
+    hidden = layers.Conv2D(16, 8, strides=2, padding="same", activation="relu")(inputs)
+    hidden = layers.MaxPooling2D(2, 1)(hidden)
+    hidden = layers.Conv2D(32, 4, strides=2, activation="relu")(hidden)
+    hidden = layers.MaxPooling2D(2, 1)(hidden)
+    hidden = layers.Dense(32, activation="relu")(layers.Flatten()(hidden))
+    return layers.Dense(10)(hidden)
+
+
+def bow500(layers, inputs):
+    return layers.Dense(500)(inputs)
+
+
+def transformer(layers, inputs):
+    positions = inputs * 0 + np.arange(inputs.shape[1], dtype="int32")
+    hidden = layers.Embedding(2000, 128)(inputs)
+    hidden = hidden + layers.Embedding(inputs.shape[1], 128)(positions)
+    for _ in range(2):
+        normed = layers.LayerNormalization(epsilon=1e-5)(hidden)
+        attention = layers.MultiHeadAttention(4, 32)
+        hidden = hidden + attention(normed, normed, use_causal_mask=True)
+        normed = layers.LayerNormalization(epsilon=1e-5)(hidden)
+        wide = layers.Dense(512, activation="gelu")(normed)
+        hidden = hidden + layers.Dense(128)(wide)
+    return layers.Dense(2000)(layers.LayerNormalization(epsilon=1e-5)(hidden))
+
+
+def inputs_and_outputs(keras, name, workload):
+    """The functional model of a workload, as the two arguments of `keras.Model`."""
+    dtype = "int32" if workload.kind == "tokens" else "float32"
+    inputs = keras.Input(workload.input, dtype=dtype)
+    return inputs, globals()[name](keras.layers, inputs)
+
+
+def fit_steps(keras, model, data):
+    """The `run` that fits a model to batches that never end.
+
+    It takes the time from the end of the first batch to that of the last: what `fit` does before
+    and after (0.3 s) is no part of a step.
+    """
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.ends = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            float(logs["loss"])  # there once the step has run, on a GPU too
+            self.ends.append(time.perf_counter())
+
+    def run(steps):
+        clock = Clock()
+        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[clock])
+        return 1e3 * (clock.ends[-1] - clock.ends[0]) / steps
+
+    return run
