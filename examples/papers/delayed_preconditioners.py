@@ -9,8 +9,9 @@ By default there are 40 times fewer steps than in the paper, of 16 times larger 
 in proportion. AdaDPS is told 1% of the training ratings as public data.
 
 Of each grid of the paper as many configurations are tried, on a tenth of the training ratings that
-is held out (no ε covers that). The best is trained on all of them, from several initial weights,
-and meets the test ratings. runs.csv remembers each run: an interrupted experiment goes on.
+is held out (no ε covers that). DP², with the largest grid, gets help: its search starts from the
+best of DP-SGD. What wins is trained on all training ratings, from several initial weights, and
+meets the test ratings. runs.csv remembers each run: an interrupted experiment goes on.
 """
 
 import csv
