@@ -62,6 +62,23 @@ def factorization(num_users, num_items):
     return dp.DPModel({"user": user, "item": item}, rating)
 
 
+def train_and_test(path=None, seed=0):
+    """The ratings, shuffled by `seed`: 80% to train and 20% to test on.
+
+    Returns:
+        ((x, y) to train, (x, y) to test, numbers of users and items with the unused id 0).
+    """
+    users, items, ratings = movielens_100k(path)
+    order = np.random.default_rng(seed).permutation(len(ratings))
+    cut = len(order) * 8 // 10
+    parts = (
+        ({"user": users[rows], "item": items[rows]}, ratings[rows])
+        for rows in (order[:cut], order[cut:])
+    )
+    # Ids start at 1. How many users and items there are (943 and 1682) counts as public.
+    return *parts, (int(users.max()) + 1, int(items.max()) + 1)
+
+
 def optimizers(batch_size, full):
     """The optimizers that are compared, noise to be calibrated."""
     return {
@@ -150,16 +167,8 @@ def arguments():
 def main():
     options = arguments()
     options.output.mkdir(parents=True, exist_ok=True)
-    users, items, ratings = movielens_100k(options.data)
-    order = np.random.default_rng(options.seed).permutation(len(ratings))
-    cut = len(order) * 8 // 10
-    train_data, test_data = (
-        ({"user": users[rows], "item": items[rows]}, ratings[rows])
-        for rows in (order[:cut], order[cut:])
-    )
-    # Ids start at 1. How many users and items there are (943 and 1682) counts as public.
-    sizes = (int(users.max()) + 1, int(items.max()) + 1)
-    print(f"{cut} ratings for training, {len(order) - cut} for testing")
+    train_data, test_data, sizes = train_and_test(options.data, options.seed)
+    print(f"{len(train_data[1])} ratings for training, {len(test_data[1])} for testing")
 
     histories, results = {}, {}
     for name, optimizer in optimizers(options.batch_size, options.full).items():
