@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import resource
 import select
 import subprocess
@@ -46,6 +47,7 @@ CONTENDERS = [
     Contender("keras_plain", "noise", "the draw of the noise alone", "keras"),
     Contender("dp_keras", "dpsgd", "this library, DP-SGD", "keras"),
     Contender("dp_keras", "post_processing", "this library, post-processing", "keras"),
+    Contender("dp_keras", "post_processing+xla", "this library, post-processing, XLA", "keras"),
     Contender("dp_keras", "scale_then_privatize", "this library, scale-then-privatize", "keras"),
     Contender("dp_keras", "dp2rmsprop", "this library, DP²-RMSprop, adaptive phase", "keras"),
     Contender("tf_privacy", "vectorized", "TF Privacy, vectorized optimizer", "tf_privacy"),
@@ -170,7 +172,9 @@ class Worker:
             reply = json.loads(line)
             self.error = reply.get("error", "")
         else:
-            self.error = self._cause_of_death() if answered else f"no answer in {self._limit} s"
+            self.error = self._cause_of_death() if answered else f"no answer in {self._limit:g} s"
+        if re.search("out of memory|allocat|bad_alloc", self.error, re.IGNORECASE):
+            self.error = "out of memory"
         return None if self.error else reply
 
     def _cause_of_death(self):
