@@ -6,6 +6,7 @@ import pathlib
 import re
 import resource
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -175,13 +176,16 @@ class Worker:
             self.error = self._cause_of_death() if answered else f"no answer in {self._limit:g} s"
         if re.search("out of memory|allocat|bad_alloc", self.error, re.IGNORECASE):
             self.error = "out of memory"
+        self.error = self.error[:120]
         return None if self.error else reply
 
     def _cause_of_death(self):
         status = self._process.wait()
+        if -status in (signal.SIGKILL, signal.SIGTERM):
+            return f"ended from outside by {signal.Signals(-status).name}"
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()] or ["no message"]
-        return f"the process ended with {status}: {lines[-1]}"
+        return f"ended with status {status}: {lines[-1]}"
 
 
 def _limit_memory():
