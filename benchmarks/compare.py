@@ -6,7 +6,7 @@
     python benchmarks/compare.py --device gpu             # Keras and this library, with XLA
     python benchmarks/compare.py --here --quick           # a smoke test of these two
 
-Each library has an environment of its own in `.bench/`, made when it is missing (6 GB in all; a CPU
+Each library has an environment of its own in `.bench/`, made when it is missing (7 GB in all; a CPU
 build of PyTorch is taken where pip finds one). `--device gpu` and `--here` use the environment that
 they run in, and compare only what is there.
 
@@ -123,6 +123,7 @@ def main(arguments=None):
         for contender in CONTENDERS
         if {contender.worker, contender.name} & set(options.contenders)
         and (contender.environment == "keras" or not options.here)
+        and not (options.device == "gpu" and contender.variant.endswith("+xla"))  # all are, there
     ]
     found = pythons(chosen, options.here)
     options.output.mkdir(parents=True, exist_ok=True)

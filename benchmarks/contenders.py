@@ -3,8 +3,10 @@
 import json
 import os
 import pathlib
+import re
 import resource
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +48,7 @@ CONTENDERS = [
     Contender("keras_plain", "noise", "the draw of the noise alone", "keras"),
     Contender("dp_keras", "dpsgd", "this library, DP-SGD", "keras"),
     Contender("dp_keras", "post_processing", "this library, post-processing", "keras"),
+    Contender("dp_keras", "post_processing+xla", "this library, post-processing, XLA", "keras"),
     Contender("dp_keras", "scale_then_privatize", "this library, scale-then-privatize", "keras"),
     Contender("dp_keras", "dp2rmsprop", "this library, DP²-RMSprop, adaptive phase", "keras"),
     Contender("tf_privacy", "vectorized", "TF Privacy, vectorized optimizer", "tf_privacy"),
@@ -170,14 +173,19 @@ class Worker:
             reply = json.loads(line)
             self.error = reply.get("error", "")
         else:
-            self.error = self._cause_of_death() if answered else f"no answer in {self._limit} s"
+            self.error = self._cause_of_death() if answered else f"no answer in {self._limit:g} s"
+        if re.search("out of memory|allocat|bad_alloc", self.error, re.IGNORECASE):
+            self.error = "out of memory"
+        self.error = self.error[:120]
         return None if self.error else reply
 
     def _cause_of_death(self):
         status = self._process.wait()
+        if -status in (signal.SIGKILL, signal.SIGTERM):
+            return f"ended from outside by {signal.Signals(-status).name}"
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()] or ["no message"]
-        return f"the process ended with {status}: {lines[-1]}"
+        return f"ended with status {status}: {lines[-1]}"
 
 
 def _limit_memory():

@@ -11,14 +11,19 @@ from workers.protocol import serve
 
 
 def prepare(workload, variant, batch_size, device):
-    """See `protocol.serve`; variants "dpsgd", "dp2rmsprop" and the second moments of DPAdam."""
+    """See `protocol.serve`.
+
+    Variants: "dpsgd", "dp2rmsprop", the second moments of DPAdam; "+xla" after it compiles the step
+    on the CPU too.
+    """
     require(device)
+    variant, _, xla = variant.partition("+")
     spec = WORKLOADS[workload]
     model = dp.DPModel(*inputs_and_outputs(keras, workload, spec))
     model.compile(
         optimizer(variant, batch_size),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=device == "gpu",
+        jit_compile=bool(xla) or device == "gpu",
     )
     data = tf.data.Dataset.from_tensors(spec.batch(batch_size)).repeat()
     data = dp.data.assume_sampling(data, dp.accounting.Sampling.full(batch_size))
