@@ -1041,6 +1041,7 @@ def traced_sums(make, jit_compile):
     gradients = one_at_a_time(base, mse, x, y)
     queries = queries_for(model, gradients, brief=True)
     queries = queries[::-1]  # squares first: nothing of theirs may stay
+    queries = queries[::2] if jit_compile else queries
 
     @tf.function(jit_compile=jit_compile)
     def traced(x, y):
@@ -1278,12 +1279,7 @@ def test_terms_that_cancel_do_not_hide_the_norm(make, path):
     ]:
         model, x = make(places, huge, exact)
         scale = [tf.random.uniform(v.shape, 0.2, 2.0) for v in model.trainable_variables]
-        queries = tuple(
-            Query(norm=norm, scale=s, style=style)
-            for norm in ("l2", "l1")
-            for s in (None, scale)
-            for style in ("flat", "per_layer")
-        )
+        queries = tuple(Query(norm=norm, scale=s) for norm in ("l2", "l1") for s in (None, scale))
         queries += tuple(query._replace(square=True) for query in queries)
         beside = np.concatenate([x, x]), np.float32([[1e30], [np.nan]])  # a row that is dropped
         for rows, targets in [(x, beside[1][:1]), beside]:
