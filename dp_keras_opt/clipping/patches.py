@@ -1,6 +1,5 @@
 """What the window of a convolution sees, place by place."""
 
-import itertools
 import math
 
 import tensorflow as tf
@@ -23,57 +22,60 @@ def convolution_patches(layer, images):
         layer: a convolution; kernel size, strides, dilation and padding are read.
         images: (B, *places, channels).
     """
-    channels, size = images.shape[-1], math.prod(layer.kernel_size)
-    plain = set(layer.dilation_rate) == {1} and len(set(layer.strides)) == 1
-    if len(layer.kernel_size) == 2 and plain:
-        # A depthwise convolution that picks each entry once is faster than slices.
-        pick = tf.tile(tf.reshape(tf.eye(size), (*layer.kernel_size, 1, size)), (1, 1, channels, 1))
-        strides = (1, *layer.strides, 1)
-        images = tf.cast(images, tf.float32)
-        patches = tf.nn.depthwise_conv2d(images, pick, strides, layer.padding.upper())
+    images, size = tf.cast(images, tf.float32), math.prod(layer.kernel_size)
+    if images.shape[-1] == 1 and layer.padding != "causal" and set(layer.dilation_rate) == {1}:
+        # Single numbers are gathered slowly; a convolution that picks each one is faster.
+        pick = tf.reshape(tf.eye(size), (*layer.kernel_size, 1, size))
+        patches = tf.nn.convolution(images, pick, layer.strides, layer.padding.upper())
         rows, *places, _ = sizes_of(patches)
-        patches = tf.reshape(patches, (rows, math.prod(places), channels, size))
-        return tf.transpose(patches, (0, 1, 3, 2))
-    windows = list(_windows(layer, tf.cast(images, tf.float32)))
-    rows, *places, _ = sizes_of(windows[0])
-    shape = (rows, math.prod(places), channels)
-    return tf.stack([tf.reshape(window, shape) for window in windows], axis=2)
+        return tf.reshape(patches, (rows, math.prod(places), size, 1))
+    return tf.gather(_pixels(images), _seen(layer, images), axis=1)
 
 
 def depthwise_gradients(layer, images, deltas, shape):
     """Per-example gradients (B, *shape) of a depthwise kernel (*window, channels, multiplier)."""
     *_, channels, multiplier = shape
+    rows, *places, _ = sizes_of(deltas)
     deltas = tf.cast(deltas, tf.float32)
-    deltas = tf.reshape(deltas, (*sizes_of(deltas)[:-1], channels, multiplier))
-    places = list(range(1, deltas.shape.rank - 2))
-    windows = _windows(layer, tf.cast(images, tf.float32))
-    entries = [tf.reduce_sum(window[..., None] * deltas, axis=places) for window in windows]
-    return tf.reshape(tf.stack(entries, axis=1), (sizes_of(images)[0], *shape))
+    deltas = tf.reshape(deltas, (rows, math.prod(places), channels, multiplier))
+    pixels, seen = _pixels(tf.cast(images, tf.float32)), _seen(layer, images)
+
+    def entry(place_seen):
+        window = tf.gather(pixels, place_seen, axis=1)
+        return tf.reduce_sum(window[..., None] * deltas, axis=1)
+
+    entries = [entry(seen[:, index]) for index in range(math.prod(layer.kernel_size))]
+    return tf.reshape(tf.stack(entries, axis=1), (rows, *shape))
 
 
-def _windows(layer, images):
-    """For each entry of the window, what it sees at every place: (B, *places, channels)."""
-    sizes, rates = layer.kernel_size, layer.dilation_rate
-    strides = tuple(layer.strides)
-    padded, counts = [(0, 0)], []
-    lengths = sizes_of(images)[1:-1]
-    for length, size, stride, rate in zip(lengths, sizes, strides, rates, strict=True):
+def _pixels(images):
+    """The pixels one after another, (B, 1 + places, channels), the first one black."""
+    rows, *places, channels = sizes_of(images)
+    return tf.pad(tf.reshape(images, (rows, math.prod(places), channels)), [(0, 0), (1, 0), (0, 0)])
+
+
+def _seen(layer, images):
+    """Which of the pixels each place sees through each entry of the window: (T, window)."""
+    dimensions, lengths = len(layer.kernel_size), sizes_of(images)[1:-1]
+    index, inside, counts = 0, True, []
+    for axis, length in enumerate(lengths):
+        size, stride, rate = (
+            of[axis] for of in (layer.kernel_size, layer.strides, layer.dilation_rate)
+        )
         extent = (size - 1) * rate + 1
         if layer.padding == "same":
             count = -(-length // stride)
             missing = (count - 1) * stride + extent - length
-            missing = tf.maximum(missing, 0) if tf.is_tensor(missing) else max(missing, 0)
-            before = missing // 2
+            before = (tf.maximum(missing, 0) if tf.is_tensor(missing) else max(missing, 0)) // 2
         else:
-            before = missing = extent - 1 if layer.padding == "causal" else 0
-            count = (length + missing - extent) // stride + 1
-        padded.append((before, missing - before))
+            before = extent - 1 if layer.padding == "causal" else 0
+            count = (length + before - extent) // stride + 1
+        seen = tf.range(count)[:, None] * stride + tf.range(size) * rate - before
+        shape = [1] * (2 * dimensions)
+        shape[axis], shape[dimensions + axis] = count, size
+        seen = tf.reshape(seen, shape)
+        index = index * length + seen
+        inside = inside & (seen >= 0) & (seen < length)
         counts.append(count)
-    images = tf.pad(images, [*padded, (0, 0)])
-    for offsets in itertools.product(*(range(size) for size in sizes)):
-        begin = [offset * rate for offset, rate in zip(offsets, rates, strict=True)]
-        slices = [
-            slice(first, first + (count - 1) * stride + 1, stride)
-            for first, count, stride in zip(begin, counts, strides, strict=True)
-        ]
-        yield images[(slice(None), *slices)]
+    table = tf.where(inside, 1 + index, 0)
+    return tf.reshape(table, (math.prod(counts), math.prod(layer.kernel_size)))
