@@ -8,7 +8,17 @@ if _keras.backend.backend() != "tensorflow":
         "Set the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
     )
 
-from dp_keras_opt import accounting, callbacks, clipping, data, noise, optimizers, plots, serving
+from dp_keras_opt import (
+    accounting,
+    callbacks,
+    clipping,
+    data,
+    filters,
+    noise,
+    optimizers,
+    plots,
+    serving,
+)
 from dp_keras_opt.model import DPModel, PrivacyBudgetError, make_private
 
 __version__ = "0.1.0"
@@ -20,6 +30,7 @@ __all__ = [
     "callbacks",
     "clipping",
     "data",
+    "filters",
     "make_private",
     "noise",
     "optimizers",

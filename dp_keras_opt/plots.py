@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from dp_keras_opt import filters
+
 
 def norm_histogram(norms, clip_norm=None, axes=None):
     """How the norms of examples' gradients are distributed, on a logarithmic axis.
@@ -35,6 +37,98 @@ def norm_histogram(norms, clip_norm=None, axes=None):
     axes.set_xscale("log")
     axes.set_xlabel("norm of an example's gradient")
     axes.set_ylabel("examples")
+    axes.legend()
+    return axes
+
+
+def frequency_response(low_passes, axes=None):
+    """The gain of filters for oscillations, in decibels (figure 6 of the DOPPLER paper, right).
+
+    Args:
+        low_passes: dict from labels to `filters.LowPass`.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = axes or _new_axes()
+    for label, low_pass in low_passes.items():
+        frequencies, gains = low_pass.frequency_response()
+        axes.plot(frequencies, 20 * np.log10(np.maximum(np.abs(gains), 1e-6)), label=label)
+    axes.set_ylim(bottom=max(-60, axes.get_ylim()[0]))
+    axes.set_xlabel("frequency (cycles per step)")
+    axes.set_ylabel("gain (dB)")
+    axes.legend()
+    return axes
+
+
+def impulse_response(low_passes, steps=40, axes=None):
+    """The weights that filters give to the gradients of past steps (figure 6, left).
+
+    Args:
+        low_passes: dict from labels to `filters.LowPass`.
+        steps: how many.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = axes or _new_axes()
+    for label, low_pass in low_passes.items():
+        axes.plot(low_pass.impulse_response(steps), marker=".", label=label)
+    axes.set_xlabel("steps ago")
+    axes.set_ylabel("weight")
+    axes.legend()
+    return axes
+
+
+def autocorrelation(recorded, lags=50, axes=None):
+    """How gradients resemble those of earlier steps, relative to themselves (figure 1, left).
+
+    Args:
+        recorded: dict from labels to gradients (steps, weights). Of raw gradients the picture is as
+            private as they are.
+        lags: how many steps back.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = axes or _new_axes()
+    for label, gradients in recorded.items():
+        correlation = filters.autocorrelation(gradients, lags)
+        axes.plot(correlation / correlation[0], label=label)
+    axes.axhline(0.0, color="black", linewidth=0.5)
+    axes.set_xlabel("lag (steps)")
+    axes.set_ylabel("auto-correlation")
+    axes.legend()
+    return axes
+
+
+def spectrum(recorded, low_pass=None, axes=None):
+    """How the power of recorded gradients spreads over frequencies (figures 1 and 2).
+
+    Args:
+        recorded: dict from labels to gradients (steps, weights). Of raw gradients the picture is as
+            private as they are.
+        low_pass: None, or a `filters.LowPass` whose gain is drawn beside.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = axes or _new_axes()
+    for label, gradients in recorded.items():
+        axes.semilogy(*filters.power_spectral_density(gradients), label=label)
+    axes.set_xlabel("frequency (cycles per step)")
+    axes.set_ylabel("power spectral density")
+    if low_pass is not None:
+        frequencies, gains = low_pass.frequency_response()
+        beside = axes.twinx()
+        beside.plot(frequencies, np.abs(gains), color="black", linestyle=":", label="filter")
+        beside.set_ylabel("gain of the filter")
+        beside.set_ylim(0, None)
+        axes.plot([], [], color="black", linestyle=":", label="gain of the filter")
     axes.legend()
     return axes
 

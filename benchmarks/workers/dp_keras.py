@@ -13,32 +13,37 @@ from workers.protocol import serve
 def prepare(workload, variant, batch_size, device):
     """See `protocol.serve`.
 
-    Variants: "dpsgd", "dp2rmsprop", the second moments of DPAdam; "+xla" after it compiles the step
-    on the CPU too.
+    Variants: "dpsgd", "dp2rmsprop", "galore", the second moments of DPAdam; after them "+xla" to
+    compile the step on the CPU too, "+pieces" for physical batches of 256, or "+" and the name of a
+    filter.
     """
     require(device)
-    variant, _, xla = variant.partition("+")
+    variant, *options = variant.split("+")
     spec = WORKLOADS[workload]
     model = dp.DPModel(*inputs_and_outputs(keras, workload, spec))
     model.compile(
-        optimizer(variant, batch_size),
+        optimizer(variant, batch_size, options),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=bool(xla) or device == "gpu",
+        jit_compile="xla" in options or device == "gpu",
+        physical_batch_size=256 if "pieces" in options else None,
     )
     data = tf.data.Dataset.from_tensors(spec.batch(batch_size)).repeat()
     data = dp.data.assume_sampling(data, dp.accounting.Sampling.full(batch_size))
     return fit_steps(keras, model, data), model.count_params()
 
 
-def optimizer(variant, batch_size):
+def optimizer(variant, batch_size, options):
     """The optimizer of a variant, with clip norm 1 and noise multiplier 1."""
     common = {"clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": batch_size}
+    common["gradient_filter"] = next((o for o in options if o in dp.filters.PRESETS), None)
     if variant == "dpsgd":
         return dp.optimizers.DPSGD(0.01, **common)
     if variant == "dp2rmsprop":  # one step of its SGD phase, then adaptive ones only
         return dp.optimizers.DP2RMSprop(
             0.01, 0.01, epsilon=1e-3, delay=(1, 10**6), adaptive_clip_norm=1.0, **common
         )
+    if variant == "galore":  # beyond its first step, which finds the subspace
+        return dp.optimizers.DPGaLore(0.001, rank=32, update_gap=10**6, epsilon=1e-3, **common)
     return dp.optimizers.DPAdam(0.001, epsilon=1e-3, second_moment=variant, **common)
 
 

@@ -6,7 +6,9 @@ from dp_keras_opt.optimizers import moments
 from dp_keras_opt.optimizers.adagrad import DPAdagrad
 from dp_keras_opt.optimizers.adam import DPAdam
 from dp_keras_opt.optimizers.delayed import DP2Adagrad, DP2RMSprop, DP2Yogi
+from dp_keras_opt.optimizers.galore import DPGaLore
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.public_data import PDADPMD, AdaDPS, SubspaceAdagrad
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 from dp_keras_opt.optimizers.sgd import DPSGD
@@ -20,10 +22,12 @@ __all__ = [
     "DP2Yogi",
     "DPAdagrad",
     "DPAdam",
+    "DPGaLore",
     "DPOptimizer",
     "DPRMSprop",
     "DPSGD",
     "DPYogi",
+    "GaLore",
     "PDADPMD",
     "PrivateOptimizer",
     "SubspaceAdagrad",
@@ -44,7 +48,11 @@ def get(identifier, **kwargs):
     """
     if isinstance(identifier, str):
         exported = {name: globals()[name] for name in __all__ if name != "PrivateOptimizer"}
-        known = {name.lower(): cls for name, cls in exported.items() if isinstance(cls, type)}
+        known = {
+            name.lower(): cls
+            for name, cls in exported.items()
+            if isinstance(cls, type) and issubclass(cls, PrivateOptimizer)
+        }
         if identifier.lower() not in known:
             raise ValueError(f"optimizer {identifier!r} is not known; use one of {sorted(known)}.")
         return known[identifier.lower()](**kwargs)

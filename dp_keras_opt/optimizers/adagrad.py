@@ -54,4 +54,4 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
     def update_step(self, gradient, variable, learning_rate):
         gradient = ops.cast(gradient, variable.dtype)
         rate = ops.cast(learning_rate, variable.dtype)
-        self.assign_sub(variable, rate * gradient / self._take_in(gradient, variable))
+        self._descend(variable, rate * gradient / self._take_in(variable))

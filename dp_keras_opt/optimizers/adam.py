@@ -62,12 +62,16 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
 
     def update_step(self, gradient, variable, learning_rate):
         gradient = ops.cast(gradient, variable.dtype)
-        root = self._take_in(gradient, variable)
-        m = self._momentums[self._get_variable_index(variable)]
-        self.assign_add(m, (gradient - m) * (1 - self.beta_1))
         rate = ops.cast(learning_rate, variable.dtype)
-        rate = debiased(rate, self.beta_1, self.iterations + 1)  # instead of m: a scalar
-        self.assign_sub(variable, rate * m / root)
+        root = self._take_in(variable)
+        if self.gradient_filter is None:  # otherwise the filter is the first moment
+            m = self._momentums[self._get_variable_index(variable)]
+            self.assign_add(m, (gradient - m) * (1 - self.beta_1))
+            gradient = ops.convert_to_tensor(m)
+            rate = debiased(
+                rate, self.beta_1, self._steps(self.iterations + 1)
+            )  # instead of m: a scalar
+        self._descend(variable, rate * gradient / root)
 
     @property
     def linear(self):

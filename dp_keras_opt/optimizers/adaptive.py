@@ -29,6 +29,8 @@ class AdaptiveOptimizer(PrivateOptimizer):
     #: Whether v̂ is linear in the squares that v took in.
     linear = True
 
+    takes_projection = True
+
     def __init__(self, *args, second_moment="post_processing", **kwargs):
         super().__init__(*args, **kwargs)
         self.epsilon = float(self.epsilon)  # a NumPy number would bring its dtype along
@@ -71,6 +73,10 @@ class AdaptiveOptimizer(PrivateOptimizer):
     def queries(self):
         return self.second_moment.queries(self)
 
+    def check_projection(self):
+        super().check_projection()
+        self.second_moment.check_projection()
+
     def releases_for(self, noise_multiplier):
         return self.second_moment.releases(self, noise_multiplier)
 
@@ -82,23 +88,27 @@ class AdaptiveOptimizer(PrivateOptimizer):
         return self.second_moment.needs_public
 
     def update(self, released):
-        self._apply(self._regularized(self.second_moment.receive(self, released)))
+        gradients = self._regularized(self.second_moment.receive(self, released))
+        self._apply(gradients, self.second_moment.noise_std(released))
 
     @property
     def second_moment_estimates(self):
         return [
-            self.second_moment.estimate(self, ops.convert_to_tensor(v), self.iterations)
+            self.second_moment.estimate(
+                self, ops.convert_to_tensor(v), self._steps(self.iterations)
+            )
             for v in self.geometry_moments
         ]
 
-    def _take_in(self, gradient, variable):
+    def _take_in(self, variable):
         """Updates v of one variable and returns what its step is divided by."""
         index = self._get_variable_index(variable)
         v = self.second_moments[index]
+        gradient = ops.cast(self._unfiltered[index], variable.dtype)
         source = self.second_moment
         self.assign(v, source.accumulate(self, index, ops.convert_to_tensor(v), gradient))
         v = self.dominant(index, ops.convert_to_tensor(v))
-        return source.root(self, source.estimate(self, v, self.iterations + 1))
+        return source.root(self, source.estimate(self, v, self._steps(self.iterations + 1)))
 
     def get_config(self):
         return super().get_config() | {

@@ -147,9 +147,11 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     def update(self, released):
         adaptive, refresh = self._phase
         geometry = self._geometry(adaptive)
+        noise_std = released[0].noise_std
         if self.ablation == "noise_before_preconditioning":
             plain = self._regularized(released[0].value)
             steps = [g * s for g, s in zip(plain, geometry, strict=True)]
+            noise_std = [noise_std * s for s in geometry]
         else:
             steps = plain = self._regularized(released[0].value, geometry)
         if self.ablation == "extra_query":
@@ -160,7 +162,18 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
             self._collect(plain, power, refresh)
         else:  # gradients of the adaptive phase never enter the sum
             tf.cond(adaptive, lambda: None, lambda: self._collect(plain, power, refresh))
-        self._apply(steps)
+        self._apply(steps, noise_std)
+
+    def _filtered(self, gradients, noise_std):
+        """Plain gradients are what is filtered: the same thing in both phases."""
+        if self.gradient_filter is None:
+            return gradients
+        geometry = self._geometry(self._phase[0])
+        stds = noise_std if isinstance(noise_std, list) else [noise_std] * len(gradients)
+        plain = [g / s for g, s in zip(gradients, geometry, strict=True)]
+        stds = [std / s for std, s in zip(stds, geometry, strict=True)]
+        smooth = super()._filtered(plain, stds)
+        return [g * s for g, s in zip(smooth, geometry, strict=True)]
 
     def _collect(self, plain, power, refresh):
         """Adds a released plain gradient to the sum; at its end v takes in the mean squared."""

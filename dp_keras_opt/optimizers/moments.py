@@ -39,6 +39,17 @@ class SecondMoment:
     def check_sampling(self, sampling):
         """Refuses batches for which the sensitivity would not be bounded."""
 
+    def check_projection(self):
+        """Refuses to have v in a subspace where the source knows it for each weight only."""
+        if self.scaled:
+            self._refuse_projection("clips in the geometry of v, which it needs for each weight")
+
+    def _refuse_projection(self, reason):
+        raise ValueError(
+            f"second_moment={type(self).__name__} {reason}; with a projection v lives in a "
+            "subspace. Use 'post_processing' or 'bias_corrected'."
+        )
+
     def build(self, rule, variables):
         """Creates what the source has to remember."""
 
@@ -58,6 +69,11 @@ class SecondMoment:
         if not self.scaled:
             return released[0].value
         return [g * root for g, root in zip(released[0].value, self._roots, strict=True)]
+
+    def noise_std(self, released):
+        """Std of the noise in what `receive` has returned; a list of tensors where they differ."""
+        std = released[0].noise_std
+        return [std * root for root in self._roots] if self.scaled else std
 
     def accumulate(self, rule, index, v, gradient):
         """The new v of one variable."""
@@ -222,6 +238,9 @@ class Joint(SecondMoment):
     def _largest(self, rule):
         return rule.batch_size if self.max_batch_size is None else self.max_batch_size
 
+    def check_projection(self):
+        self._refuse_projection("releases the squares of the gradient, weight by weight")
+
     def receive(self, rule, released):
         self._squares = released[0].square
         return released[0].value
@@ -286,6 +305,11 @@ class SideInformation(SecondMoment):
         if self.values is not None and getattr(rule, "amsgrad", False):
             raise ValueError("amsgrad=True means nothing where the second moment is given.")
 
+    def check_projection(self):
+        super().check_projection()
+        if self.values is not None:
+            self._refuse_projection("is given for each weight")
+
     def build(self, rule, variables):
         if self.values is None:
             return
@@ -336,7 +360,11 @@ class SideInformation(SecondMoment):
         return gradients
 
     def accumulate(self, rule, index, v, gradient):
-        return rule.accumulate(v, ops.square(self._public[index])) if self.needs_public else v
+        return (
+            rule.accumulate(v, ops.square(rule.in_subspace(index, self._public[index])))
+            if self.needs_public
+            else v
+        )
 
     def estimate(self, rule, v, steps):
         return super().estimate(rule, v, steps) if self.needs_public else v
@@ -384,7 +412,7 @@ class Noiseless(SecondMoment):
         return super().receive(rule, released)
 
     def accumulate(self, rule, index, v, gradient):
-        return rule.accumulate(v, ops.square(self._exact[index]))
+        return rule.accumulate(v, ops.square(rule.in_subspace(index, self._exact[index])))
 
     def get_config(self):
         return {"scaled": self.scaled}

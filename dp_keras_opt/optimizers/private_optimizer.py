@@ -2,14 +2,17 @@
 
 import math
 import numbers
+import warnings
 
 import keras
 import tensorflow as tf
+from keras import ops
 
-from dp_keras_opt import noise
+from dp_keras_opt import filters, noise
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.entropy import NoiseSource
 from dp_keras_opt.noise.mechanism import Release
+from dp_keras_opt.optimizers import projection as projections
 
 #: Keras arguments that would mean something else under clipping and noise, and what to use.
 _REFUSED = {
@@ -22,6 +25,21 @@ _REFUSED = {
     "gradient_accumulation_steps": "it would add noise to each micro-batch; use "
     "model.compile(..., physical_batch_size=...)",
 }
+
+
+#: The arguments that every private optimizer has on top of its Keras counterpart.
+PRIVATE_ARGUMENTS = (
+    "clip_norm",
+    "batch_size",
+    "noise_multiplier",
+    "noise",
+    "noise_schedule",
+    "clipping",
+    "normalize",
+    "seed",
+    "gradient_filter",
+    "projection",
+)
 
 
 def refuse_arguments(owner, kwargs):
@@ -142,6 +160,10 @@ class PrivateOptimizer:
         normalize: False for clip(g; C) = g·min(1, C/‖g‖); True for g·C/(‖g‖ + 0.01).
         seed: None, noise from the operating system's entropy. An integer makes the noise
             reproducible and voids the guarantee.
+        gradient_filter: None, or an object of `dp_keras_opt.filters` or the name of a preset, which
+            smooths the privatized gradients over time. The rule then steps along its output; second
+            moments come from the unfiltered gradients. It takes the place of Adam's first moment.
+        projection: None, or an `optimizers.GaLore`, for optimizers that take one.
         *args, **kwargs: those of the Keras optimizer.
 
     Raises:
@@ -156,6 +178,11 @@ class PrivateOptimizer:
     noise_schedule = _FrozenAtBuild(lambda name, value: noise.schedules.get(value))
     clipping = _FrozenAtBuild(_clipping_style)
     normalize = _FrozenAtBuild(_bool)
+    gradient_filter = _FrozenAtBuild(lambda name, value: filters.get(value))
+    projection = _FrozenAtBuild(lambda name, value: projections.get(value))
+
+    #: Whether the rule can work in a subspace: it moves the variables by `_descend` alone.
+    takes_projection = False
 
     #: Whether the optimizer needs public rows in each batch (`data.with_public`).
     needs_public = False
@@ -174,6 +201,8 @@ class PrivateOptimizer:
         clipping="flat",
         normalize=False,
         seed=None,
+        gradient_filter=None,
+        projection=None,
         **kwargs,
     ):
         refuse_arguments(type(self).__name__, kwargs)
@@ -186,8 +215,59 @@ class PrivateOptimizer:
         self.clipping = clipping
         self.normalize = normalize
         self.seed = seed
+        self.gradient_filter = gradient_filter
+        self.projection = projection
         # A plain object behind Keras's tracking: the state of the noise is never saved.
         object.__setattr__(self, "noise_source", NoiseSource(seed))
+        object.__setattr__(self, "_memory", [])
+
+    @property
+    def smooths(self):
+        """Whether the rule itself averages over time what it is given."""
+        return False
+
+    def build(self, variables):
+        if self.built:
+            return
+        if self.projection is not None:
+            self.check_projection()
+            self.projection.plan(variables)
+        if self.gradient_filter is not None and self.smooths:
+            warnings.warn(
+                f"{type(self).__name__} has momentum and a gradient_filter: both smooth, and the "
+                "step lags behind the gradient by their sum. Set one of them only.",
+                stacklevel=2,
+            )
+        super().build(variables)
+        if self.projection is not None:
+            self.projection.build(self)
+        if self.gradient_filter is not None:
+            self.gradient_filter.build(self, variables)
+
+    def check_projection(self):
+        """Refuses a projection where the rule does not work in a subspace."""
+        if not self.takes_projection:
+            raise ValueError(
+                f"{type(self).__name__} does not take a projection. DPSGD, DPAdam, DPAdagrad, "
+                "DPRMSprop and DPYogi do."
+            )
+
+    def add_variable(self, shape, initializer="zeros", *args, **kwargs):
+        """Keras's; what is added once the rule is built is what `forget` forgets."""
+        variable = super().add_variable(shape, initializer, *args, **kwargs)
+        if self.built:  # before that, Keras adds its moving averages
+            self._memory.append((variable, initializer))
+        return variable
+
+    def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
+        """Keras's; where there is a projection, what the rule remembers is of the subspace."""
+        shape = None
+        if self.built and self.projection is not None:
+            shape = self.projection.shape_of(reference_variable)
+        if shape is None:
+            return super().add_variable_from_reference(reference_variable, name, initializer)
+        name = f"{reference_variable.path.replace('/', '_')}_{name}"
+        return self.add_variable(shape, initializer, dtype=reference_variable.dtype, name=name)
 
     def serve(self, variables):
         """Builds the optimizer for these variables, or checks that it was built for them.
@@ -262,11 +342,59 @@ class PrivateOptimizer:
         Args:
             released: the list of `noise.Released` that `noise.release` gave for `releases`.
         """
-        self._apply(self._regularized(released[0].value))
+        self._apply(self._regularized(released[0].value), released[0].noise_std)
 
-    def _apply(self, gradients):
-        """Keras's own `apply`, on privatized gradients: weight decay, `update_step`, EMA."""
-        super().apply(gradients, self._trainable_variables)
+    def _apply(self, gradients, noise_std):
+        """Project → filter → Keras's own `apply`: weight decay, `update_step`, EMA.
+
+        Args:
+            gradients: privatized gradients, in the geometry of 1.
+            noise_std: std of the noise in their coordinates; a scalar, or a list of one tensor per
+                variable.
+        """
+        if self.projection is not None:
+            gradients = self.projection.project(self, gradients)
+        # Tensors of the step that is being traced, behind Keras's tracking.
+        object.__setattr__(self, "_unfiltered", gradients)
+        super().apply(self._filtered(gradients, noise_std), self._trainable_variables)
+
+    def _filtered(self, gradients, noise_std):
+        if self.gradient_filter is None:
+            return gradients
+        stds = noise_std if isinstance(noise_std, list) else [noise_std] * len(gradients)
+        power = tf.add_n(
+            [
+                tf.reduce_sum(tf.square(tf.cast(std, tf.float32)) + tf.zeros(g.shape))
+                for std, g in zip(stds, gradients, strict=True)
+            ]
+        )
+        return self.gradient_filter(self, gradients, power)
+
+    def _descend(self, variable, step):
+        """w ← w − step, the step lifted out of the subspace where the rule works in one."""
+        if self.projection is not None:
+            index = self._get_variable_index(variable)
+            step = self.projection.lift(index, step, variable.shape)
+        self.assign_sub(variable, step)
+
+    def in_subspace(self, index, gradient):
+        """A gradient of one variable where the rule works: projected, if it works in a subspace."""
+        return gradient if self.projection is None else self.projection.reduce(index, gradient)
+
+    def _steps(self, done):
+        """How many of the `done` steps the moments hold: all, unless a projection resets them."""
+        if self.projection is None or not self.projection.reset:
+            return done
+        gap = self.projection.update_gap
+        return ops.where(done > 0, (done - 1) % gap + 1, 0)
+
+    def forget(self, keep):
+        """Sets what was remembered since the build to where it started, except `keep`."""
+        kept = {id(variable) for variable in keep}
+        for variable, initializer in self._memory:
+            if id(variable) not in kept:
+                start = keras.initializers.get(initializer)
+                self.assign(variable, start(variable.shape, dtype=variable.dtype))
 
     def _regularized(self, gradients, geometry=None):
         """Adds the gradients of the variables' regularisers, which do not depend on the data.
@@ -320,13 +448,9 @@ class PrivateOptimizer:
         config = super().get_config()
         for name in _REFUSED:
             config.pop(name, None)
-        return config | {
-            "clip_norm": self.clip_norm,
-            "batch_size": self.batch_size,
-            "noise_multiplier": self.noise_multiplier,
-            "noise": keras.saving.serialize_keras_object(self.noise),
-            "noise_schedule": keras.saving.serialize_keras_object(self.noise_schedule),
-            "clipping": self.clipping,
-            "normalize": self.normalize,
-            "seed": self.seed,
-        }
+        return config | {name: self._serialized(name) for name in PRIVATE_ARGUMENTS}
+
+    def _serialized(self, name):
+        value = getattr(self, name)
+        plain = value is None or isinstance(value, bool | int | float | str | dict)
+        return value if plain else keras.saving.serialize_keras_object(value)

@@ -5,7 +5,6 @@ accounted, and every privacy statement says so.
 """
 
 import math
-import numbers
 
 import keras
 import numpy as np
@@ -15,6 +14,7 @@ from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.optimizers.moments import SideInformation
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.projection import _positive_integer
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 
 
@@ -31,11 +31,11 @@ class AdaDPS(DPRMSprop):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, second_moment=SideInformation(scaled=True), **kwargs)
 
-    def _take_in(self, gradient, variable):
+    def _take_in(self, variable):
         """Updates v, and returns the root that the geometry was made of: it cancels."""
         v = self.second_moments[self._get_variable_index(variable)]
         root = self.second_moment.root(self, ops.convert_to_tensor(v))
-        super()._take_in(gradient, variable)
+        super()._take_in(variable)
         return root
 
     def get_config(self):
@@ -78,7 +78,7 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
         alpha = ops.cos(math.pi / 2 * done)
         private, public = (part.value for part in released)
         mixed = [alpha * g + (1 - alpha) * p for g, p in zip(private, public, strict=True)]
-        self._apply(self._regularized(mixed))
+        self._apply(self._regularized(mixed), alpha * released[0].noise_std)
 
     def update_step(self, gradient, variable, learning_rate):
         rate = ops.cast(learning_rate, variable.dtype)
@@ -159,7 +159,7 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
         projected = ops.matmul(basis, ops.matmul(flat, basis))
         for v, part in zip(self._second_moments, self._split(projected), strict=True):
             self.assign_add(v, part)
-        self._apply(self._regularized(gradient))
+        self._apply(self._regularized(gradient), released[0].noise_std)
 
     @property
     def second_moment_estimates(self):
@@ -192,9 +192,3 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def get_config(self):
         return super().get_config() | {"rank": self.rank, "epsilon": self.epsilon}
-
-
-def _positive_integer(name, value):
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, received {value!r}.")
-    return int(value)

@@ -56,12 +56,14 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         return v + (square - v) * (1 - self.rho)
 
     def update_step(self, gradient, variable, learning_rate):
-        gradient = ops.cast(gradient, variable.dtype)
-        step = (
-            ops.cast(learning_rate, variable.dtype) * gradient / self._take_in(gradient, variable)
-        )
+        rate = ops.cast(learning_rate, variable.dtype)
+        step = rate * ops.cast(gradient, variable.dtype) / self._take_in(variable)
         if self.momentum > 0:
             m = self._momentums[self._get_variable_index(variable)]
             self.assign(m, self.momentum * m + step)
             step = ops.convert_to_tensor(m)
-        self.assign_sub(variable, step)
+        self._descend(variable, step)
+
+    @property
+    def smooths(self):
+        return self.momentum > 0

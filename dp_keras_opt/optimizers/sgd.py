@@ -1,6 +1,7 @@
 """DP-SGD: the privatized gradient, with momentum if wanted."""
 
 import keras
+from keras import ops
 
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
@@ -46,3 +47,17 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
             noise_multiplier=noise_multiplier,
             **kwargs,
         )
+
+    takes_projection = True
+
+    @property
+    def smooths(self):
+        return self.momentum > 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        step = ops.cast(learning_rate, variable.dtype) * ops.cast(gradient, variable.dtype)
+        if self.momentum > 0:
+            m = self.momentums[self._get_variable_index(variable)]
+            self.assign(m, self.momentum * m - step)  # with the sign that it has in Keras
+            step = step - self.momentum * m if self.nesterov else -ops.convert_to_tensor(m)
+        self._descend(variable, step)

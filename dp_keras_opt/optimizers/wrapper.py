@@ -4,6 +4,7 @@ import keras
 
 from dp_keras_opt.optimizers.private_optimizer import (
     _REFUSED,
+    PRIVATE_ARGUMENTS,
     PrivateOptimizer,
     refuse_arguments,
 )
@@ -32,20 +33,15 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
         *,
         clip_norm,
         batch_size,
-        noise_multiplier=None,
-        noise="gaussian",
-        noise_schedule=None,
-        clipping="flat",
-        normalize=False,
-        seed=None,
         name=None,
         **kwargs,
     ):
         refuse_arguments("DPOptimizer", kwargs)
-        if kwargs:
+        unknown = set(kwargs) - set(PRIVATE_ARGUMENTS)
+        if unknown:
             raise ValueError(
-                f"DPOptimizer does not take {', '.join(kwargs)}. What is not about privacy is set "
-                "on the inner optimizer."
+                f"DPOptimizer does not take {', '.join(sorted(unknown))}. What is not about "
+                "privacy is set on the inner optimizer."
             )
         inner = keras.optimizers.get(optimizer)
         if isinstance(inner, PrivateOptimizer | keras.optimizers.LossScaleOptimizer):
@@ -59,13 +55,8 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
             learning_rate=0.0,  # unused: the inner optimizer has its own
             clip_norm=clip_norm,
             batch_size=batch_size,
-            noise_multiplier=noise_multiplier,
-            noise=noise,
-            noise_schedule=noise_schedule,
-            clipping=clipping,
-            normalize=normalize,
-            seed=seed,
             name=name,
+            **kwargs,
         )
         self.inner = inner
 
@@ -90,8 +81,15 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
     def exclude_from_weight_decay(self, var_list=None, var_names=None):
         self.inner.exclude_from_weight_decay(var_list, var_names)
 
+    @property
+    def smooths(self):
+        names = ("momentum", "beta_1")
+        return any((getattr(self.inner, name, 0.0) or 0.0) > 0 for name in names)
+
     def update(self, released):
-        self.inner.apply(self._regularized(released[0].value), self._trainable_variables)
+        gradients = self._regularized(released[0].value)
+        filtered = self._filtered(gradients, released[0].noise_std)
+        self.inner.apply(filtered, self._trainable_variables)
         self._iterations.assign_add(1)
 
     def finalize_variable_values(self, var_list):
@@ -99,9 +97,7 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def get_config(self):
         config = super().get_config()
-        private = ("name", "clip_norm", "batch_size", "noise_multiplier", "noise",
-                   "noise_schedule", "clipping", "normalize", "seed")  # fmt: skip
-        return {name: config[name] for name in private} | {
+        return {name: config[name] for name in ("name", *PRIVATE_ARGUMENTS)} | {
             "optimizer": keras.saving.serialize_keras_object(self.inner)
         }
 
