@@ -3,6 +3,7 @@
     python3.11 benchmarks/compare.py                      # every contender, on the CPU
     python3.11 benchmarks/compare.py --scaling            # and the mlp in batches of 64 to 4096
     python3.11 benchmarks/compare.py --workloads --scaling mlp cnn       # this only, of two
+    python3.11 benchmarks/compare.py --workloads --pieces                # one batch of 65,536
     python benchmarks/compare.py --device gpu             # Keras and this library, with XLA
     python benchmarks/compare.py --here --quick           # a smoke test of these two
 
@@ -116,6 +117,17 @@ def scale(contenders, found, options):
     return text
 
 
+def pieces(found, options):
+    """A small logical batch; a huge one, whole and in physical batches of the small one's size."""
+    whole = next(c for c in CONTENDERS if c.name == "dp_keras:post_processing")
+    cut = whole._replace(variant=f"{whole.variant}+pieces", label=f"{whole.label}, 256 at a time")
+    table, versions = [], {}
+    for contender, size in ((whole, 256), (whole, 65_536), (cut, 65_536)):
+        part, seen = measure([contender], "mlp", size, found, options)
+        table, versions = table + part, versions | seen
+    return report.write("pieces", table, report.scaling(table), versions, options)
+
+
 def main(arguments=None):
     options = parse(arguments)
     chosen = [
@@ -131,6 +143,8 @@ def main(arguments=None):
         print(compare(chosen, found, options))
     if options.scaling:
         print(scale(chosen, found, options))
+    if options.pieces:
+        print(pieces(found, options))
     python = found.get("keras", sys.executable)
     if not isinstance(python, str):
         subprocess.run([python, BENCHMARKS / "plot.py", options.output], check=False)
@@ -147,6 +161,7 @@ def parse(arguments):
     add("--contenders", nargs="+", choices=names, default=workers, metavar="WORKER[:VARIANT]",
         help=", ".join(names))  # fmt: skip
     add("--scaling", nargs="*", choices=WORKLOADS, help="workloads in several batch sizes; mlp")
+    add("--pieces", action="store_true", help="memory of a logical batch of 65,536")
     add("--device", choices=("cpu", "gpu"), default="cpu", help="gpu implies --here")
     add("--here", action="store_true", help="Keras and this library, in this environment")
     add("--rounds", type=int, default=5)
