@@ -1,8 +1,17 @@
 """What training costs in privacy: sampling, epsilon, calibration, ledger and statement."""
 
 from dp_keras_opt.accounting.calibration import calibrate
+from dp_keras_opt.accounting.composition import adp_noise_multiplier, advanced_composition
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.planning import epsilon, statement
 from dp_keras_opt.accounting.sampling import Sampling
 
-__all__ = ["Ledger", "Sampling", "calibrate", "epsilon", "statement"]
+__all__ = [
+    "Ledger",
+    "Sampling",
+    "adp_noise_multiplier",
+    "advanced_composition",
+    "calibrate",
+    "epsilon",
+    "statement",
+]

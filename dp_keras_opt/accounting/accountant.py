@@ -7,9 +7,13 @@ import warnings
 
 import dp_accounting
 
+from dp_keras_opt.accounting.events import MAX_DISTINCT
+from dp_keras_opt.accounting.pure import PureAccountant
+
 _ACCOUNTANTS = {
     "rdp": dp_accounting.rdp.RdpAccountant,
     "pld": dp_accounting.pld.PLDAccountant,
+    "pure": PureAccountant,
 }
 
 
@@ -17,7 +21,8 @@ def make_accountant(name, sampling):
     """A fresh accountant for events of `sampling`.
 
     Args:
-        name: "rdp" (Rényi divergences) or "pld" (privacy loss distributions: tighter, slower).
+        name: "rdp" (Rényi divergences), "pld" (privacy loss distributions: tighter, slower), or
+            "pure" (sums of pure epsilons, for Laplace noise).
         sampling: the `Sampling` of the events.
 
     Returns:
@@ -39,36 +44,59 @@ def make_accountant(name, sampling):
     return _ACCOUNTANTS[name](neighboring_relation=_relation(sampling))
 
 
-def epsilon_of(segments, delta, accountant="rdp"):
+def epsilon_of(segments, delta, accountant="rdp", exact=False):
     """Epsilon of the composition of `segments` at `delta`.
 
     Args:
         segments: iterable of `ledger.Segment`; they may differ in noise and sampling, but must
             share one adjacency and one privacy unit.
-        delta: probability that the guarantee fails, in (0, 1); should be well below 1/n.
-        accountant: "rdp" or "pld".
+        delta: probability that the guarantee fails, in (0, 1); should be well below 1/n. 0 where
+            all noise is Laplace noise.
+        accountant: "rdp", which prices Laplace noise by adding pure epsilons; "pld"; or "pure".
+        exact: whether each of more than 400 distinct noise levels is priced by itself, which can
+            take minutes, instead of being rounded down.
 
     Returns:
         A float: 0.0 if nothing was released, `math.inf` if something was without noise.
 
     Raises:
         ValueError: delta is not a number in (0, 1), the accountant is unknown or cannot price
-            the sampling, or the segments do not share adjacency and unit.
+            the noise or the sampling, or the segments do not share adjacency and unit.
     """
     segments = [segment for segment in segments if segment.steps]
-    check_delta(delta, [segment.sampling for segment in segments])
-    return compose(segments, delta, accountant)
+    check_delta(delta, segments, accountant)
+    return compose(segments, delta, accountant, None if exact else MAX_DISTINCT)
 
 
-def check_delta(delta, samplings):
+def epsilon_bracket(segments, delta, accountant="rdp"):
+    """Two bounds on what `epsilon_of(..., exact=True)` would give, in the time of two that round.
+
+    Returns:
+        (lower, upper): upper is what `epsilon_of` gives; they are equal where nothing was rounded.
+    """
+    upper = epsilon_of(segments, delta, accountant)
+    segments = [segment for segment in segments if segment.steps]
+    if not any(segment.is_rounded for segment in segments):
+        return upper, upper
+    return compose(segments, delta, accountant, optimistic=True), upper
+
+
+def check_delta(delta, segments, accountant="rdp"):
     """Refuses a delta that is not a number in (0, 1), warns where it is not below 1/n."""
     is_number = isinstance(delta, numbers.Real) and not isinstance(delta, bool)
+    if is_number and delta == 0 and accountant != "pld":
+        if all(segment.is_pure for segment in segments):
+            return
+        raise ValueError(
+            "delta=0 needs pure epsilons: Laplace noise in every step. Other noise has no finite "
+            "epsilon at delta=0; choose delta well below 1/num_examples."
+        )
     if not (is_number and 0 < delta < 1):
         raise ValueError(
             f"delta must be a number in (0, 1), e.g. 1e-6; received {delta!r}. "
             "Choose it well below 1/num_examples."
         )
-    n = max((sampling.num_examples for sampling in samplings), default=1)
+    n = max((segment.sampling.num_examples for segment in segments), default=1)
     if delta * n >= 1 and n > 1:
         warnings.warn(
             f"delta={delta:g} is not below 1/num_examples = {1 / n:.3g}: publishing a random "
@@ -77,26 +105,32 @@ def check_delta(delta, samplings):
         )
 
 
-def compose(segments, delta, accountant="rdp"):
-    """`epsilon_of` for arguments that have been checked."""
+def name_for(accountant, segment):
+    """The accountant that prices a segment: "rdp" leaves Laplace noise to "pure"."""
+    return "pure" if accountant == "rdp" and segment.is_pure else accountant
+
+
+def compose(segments, delta, accountant="rdp", max_distinct=MAX_DISTINCT, optimistic=False):
+    """`epsilon_of` for arguments that have been checked; see `events.segment_event`."""
     _check_name(accountant)
     _check_composable(segments)
     accountants = {}
     with quiet():
         for segment in segments:
-            relation = _relation(segment.sampling)
-            if relation not in accountants:
-                accountants[relation] = make_accountant(accountant, segment.sampling)
+            name = name_for(accountant, segment)
+            key = name, _relation(segment.sampling)
+            if key not in accountants:
+                accountants[key] = make_accountant(name, segment.sampling)
             try:
-                accountants[relation].compose(segment.event())
+                accountants[key].compose(segment.event(max_distinct, optimistic))
             except dp_accounting.UnsupportedEventError as error:
                 raise ValueError(
-                    f"accountant={accountant!r} cannot price this noise with "
+                    f"accountant={name!r} cannot price this noise with "
                     f"{segment.sampling.kind!r} sampling: {error}"
                 ) from error
     # Subsets of fixed size need an accountant of their own in dp_accounting: beside another
-    # sampling, the two guarantees are added, each at its share of delta.
-    share = delta / max(len(accountants), 1)
+    # sampling, the two guarantees are added, each at its share of delta. Pure ones need none.
+    share = delta / max(sum(name != "pure" for name, _ in accountants), 1)
     return float(sum(each.get_epsilon(share) for each in accountants.values()))
 
 

@@ -6,7 +6,13 @@ import numbers
 
 import dp_accounting
 
-from dp_keras_opt.accounting.accountant import check_delta, compose, make_accountant, quiet
+from dp_keras_opt.accounting.accountant import (
+    check_delta,
+    compose,
+    make_accountant,
+    name_for,
+    quiet,
+)
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.ledger import Segment, check_sampling
 from dp_keras_opt.accounting.sampling import whole_number
@@ -26,8 +32,8 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         sampling: the `Sampling` of the batches.
         steps: number of training steps, at least 1.
         epsilon: the budget at `delta`, positive and finite.
-        delta: probability that the guarantee fails, in (0, 1).
-        accountant: "rdp" or "pld".
+        delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
+        accountant: "rdp", "pld" or "pure".
 
     Returns:
         The noise multiplier, a float. Guaranteed: `epsilon(optimizer, ...)` with these arguments
@@ -47,7 +53,6 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
             f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
         )
     check_sampling(optimizer, sampling)
-    check_delta(delta, [sampling])
     make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
     private = [release for release in optimizer.releases_for(1.0) if not release.is_public]
     if any(release.multiplier == 0 for release in private):
@@ -60,6 +65,9 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
     def segment(multiplier):
         releases = optimizer.releases_for(multiplier)
         return Segment("planned", releases, schedule, sampling, steps=steps)
+
+    check_delta(delta, [segment(1.0)], accountant)
+    accountant = name_for(accountant, segment(1.0))
 
     def search(accountant, max_distinct, start, factor):
         def event(log_multiplier):
@@ -86,10 +94,13 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
 
     # Many distinct factors and PLD are slow to price: search near the rough answer.
     with quiet():
-        multiplier = search("rdp", _ROUGHLY, 1.0, 2.0)
+        rough = name_for("rdp", segment(1.0))
+        multiplier = search(rough, _ROUGHLY, 1.0, 2.0)
         constant = isinstance(schedule, schedules.Constant)
-        if accountant != "rdp" or not constant:
-            multiplier = search(accountant, MAX_DISTINCT, multiplier, 1.1)
+        if accountant != rough or not constant:
+            # Sums of pure epsilons can be far from the other accountants' answer.
+            factor = 2.0 if accountant != rough == "pure" else 1.1
+            multiplier = search(accountant, MAX_DISTINCT, multiplier, factor)
     while compose([segment(multiplier)], delta, accountant) > epsilon:
         multiplier *= 1 + _TOLERANCE
     optimizer.noise_multiplier = multiplier

@@ -61,7 +61,9 @@ def _sensitivity(release, adjacency):
     return 1.0  # the joint sensitivity is that of the adjacency already
 
 
-def segment_event(releases, sampling, alphas, steps=None, max_distinct=MAX_DISTINCT):
+def segment_event(
+    releases, sampling, alphas, steps=None, max_distinct=MAX_DISTINCT, optimistic=False
+):
     """The event of consecutive steps that share releases and sampling.
 
     Args:
@@ -70,12 +72,13 @@ def segment_event(releases, sampling, alphas, steps=None, max_distinct=MAX_DISTI
         alphas: factors of the noise schedule, one a step; or one factor for all `steps`.
         steps: number of steps where `alphas` is a single factor.
         max_distinct: where more factors than this differ they are rounded down, which can only
-            raise epsilon; fewer are quicker to price.
+            raise epsilon; fewer are quicker to price. None: never.
+        optimistic: whether to round up instead, for a lower bound on epsilon.
 
     Returns:
         A `dp_accounting.DpEvent`, in which steps of equal factors are grouped.
     """
-    values, counts = _factors(sampling, alphas, steps, max_distinct)
+    values, counts = _factors(sampling, alphas, steps, max_distinct, optimistic)
     if not len(values):
         return dp_accounting.NoOpDpEvent()
     adjacency = sampling.noise_adjacency
@@ -110,7 +113,7 @@ def _sampled(event, sampling):
     return event  # full batches; shuffled epochs, which `_factors` has made one release each
 
 
-def _factors(sampling, alphas, steps, max_distinct):
+def _factors(sampling, alphas, steps, max_distinct, optimistic):
     """The distinct schedule factors, and how many releases each of them has."""
     if np.ndim(alphas) == 0:
         if sampling.kind == "shuffled":
@@ -120,19 +123,20 @@ def _factors(sampling, alphas, steps, max_distinct):
     if sampling.kind == "shuffled" and len(alphas):
         # An example is in one step of the epoch, at worst in the one with the least noise.
         alphas = np.minimum.reduceat(alphas, np.arange(0, len(alphas), sampling.steps_per_epoch))
-    return _round_down(*np.unique(alphas, return_counts=True), max_distinct)
+    return _rounded(*np.unique(alphas, return_counts=True), max_distinct, optimistic)
 
 
-def _round_down(values, counts, max_distinct):
-    """At most `max_distinct` factors, none larger than before.
+def _rounded(values, counts, max_distinct, optimistic):
+    """At most `max_distinct` factors, none larger than before; or none smaller, if optimistic.
 
     The grids are nested and fixed, each twice as coarse as the one before, so that more steps
     never have a smaller epsilon.
     """
     width = 2.0**-10  # in powers of two: 0.07%. Cells meet at 1, so `max_distinct` is at least 2
     rounded = values
-    while len(np.unique(rounded)) > max_distinct:
-        rounded = np.exp2(np.floor(np.log2(values) / width) * width)
+    while max_distinct is not None and len(np.unique(rounded)) > max_distinct:
+        cells = np.floor(np.log2(values) / width)
+        rounded = np.exp2((cells + optimistic) * width)
         width *= 2
     distinct, index = np.unique(rounded, return_inverse=True)
     return distinct, np.bincount(index, counts).astype(np.int64)

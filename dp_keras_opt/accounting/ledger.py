@@ -7,6 +7,7 @@ import numbers
 import secrets
 
 import keras
+import numpy as np
 
 from dp_keras_opt import noise
 from dp_keras_opt.accounting import accountant as accountants
@@ -50,11 +51,27 @@ class Segment:
         """Where the segment ends in the schedule (exclusive)."""
         return self.first_step + self.steps
 
-    def event(self, max_distinct=MAX_DISTINCT):
-        """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
+    @property
+    def is_pure(self):
+        """Whether its noise gives pure epsilons, which hold at delta = 0."""
+        return all(part.mechanism.is_pure for part in self.releases if not part.is_public)
+
+    @property
+    def is_rounded(self):
+        """Whether there are so many noise levels that `event` rounds them down."""
         constant = isinstance(self.schedule, schedules.Constant)
-        alphas = 1.0 if constant else self.schedule.alphas(self.first_step, self.steps)
-        return segment_event(self.releases, self.sampling, alphas, self.steps, max_distinct)
+        return not constant and len(np.unique(self._alphas)) > MAX_DISTINCT
+
+    @property
+    def _alphas(self):
+        return self.schedule.alphas(self.first_step, self.steps)
+
+    def event(self, max_distinct=MAX_DISTINCT, optimistic=False):
+        """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
+        alphas = 1.0 if isinstance(self.schedule, schedules.Constant) else self._alphas
+        return segment_event(
+            self.releases, self.sampling, alphas, self.steps, max_distinct, optimistic
+        )
 
     def to_config(self):
         """The segment as JSON-able values."""
@@ -247,9 +264,16 @@ class Ledger:
                 current, run=secrets.token_hex(16), first_step=current.last_step, steps=0
             )
 
-    def epsilon(self, delta, accountant="rdp"):
+    def epsilon(self, delta, accountant="rdp", exact=False):
         """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
-        return accountants.epsilon_of(self.segments, delta, accountant)
+        return accountants.epsilon_of(self.segments, delta, accountant, exact)
+
+    def epsilon_bracket(self, delta, accountant="rdp"):
+        """(lower, upper): `epsilon` is the upper one; with `exact=True` it would lie between.
+
+        They differ where a noise schedule has more than 400 distinct factors, which are rounded.
+        """
+        return accountants.epsilon_bracket(self.segments, delta, accountant)
 
     def affordable_steps(self, epsilon, delta, accountant="rdp"):
         """How many further steps of the current segment keep within the budget.
@@ -257,7 +281,7 @@ class Ledger:
         Args:
             epsilon: the budget, a number >= 0 or infinite.
             delta: as in `epsilon`.
-            accountant: "rdp" or "pld".
+            accountant: "rdp", "pld" or "pure".
 
         Returns:
             The largest n such that the epsilon of all steps and n more is at most the budget;
@@ -269,7 +293,7 @@ class Ledger:
         if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
             raise ValueError(f"epsilon must be a number >= 0; received {epsilon!r}.")
         self._need_current()
-        accountants.check_delta(delta, [segment.sampling for segment in self.segments])
+        accountants.check_delta(delta, self.segments, accountant)
         current, past = self._current, [segment for segment in self._closed if segment.steps]
         limit = min(self._steps_left(), _MOST_STEPS)
 

@@ -3,15 +3,18 @@
 from dp_keras_opt.accounting.ledger import Ledger
 
 
-def epsilon(optimizer, sampling, steps, delta, accountant="rdp"):
+def epsilon(optimizer, sampling, steps, delta, accountant="rdp", exact=False):
     """Epsilon of `steps` training steps.
 
     Args:
         optimizer: an optimizer of `dp_keras_opt.optimizers`, with its noise multiplier set.
         sampling: the `Sampling` of the batches.
         steps: number of training steps, from 0.
-        delta: probability that the guarantee fails, in (0, 1); should be well below 1/n.
-        accountant: "rdp" (default) or "pld" (tighter and slower).
+        delta: probability that the guarantee fails, in (0, 1); should be well below 1/n. 0 for
+            optimizers with Laplace noise.
+        accountant: "rdp" (default; adds up pure epsilons for Laplace noise), "pld" (tighter and
+            slower) or "pure".
+        exact: whether noise levels of a schedule are never rounded down (see `Ledger.epsilon`).
 
     Returns:
         A float; `math.inf` where something is released without noise.
@@ -20,7 +23,7 @@ def epsilon(optimizer, sampling, steps, delta, accountant="rdp"):
         ValueError: an argument is out of range, the optimizer's batch size is not that of the
             sampling, or the accountant cannot price this sampling.
     """
-    return Ledger.of(optimizer, sampling, steps).epsilon(delta, accountant)
+    return Ledger.of(optimizer, sampling, steps).epsilon(delta, accountant, exact)
 
 
 def statement(optimizer, sampling, steps, delta, accountant="rdp", group_size=1):

@@ -5,7 +5,7 @@ import importlib.metadata
 import math
 import textwrap
 
-from dp_keras_opt.accounting.accountant import epsilon_of
+from dp_keras_opt.accounting.accountant import epsilon_bracket, name_for
 from dp_keras_opt.accounting.sampling import whole_number
 
 _NEIGHBOURS = {
@@ -17,6 +17,7 @@ _NEIGHBOURS = {
 _ACCOUNTANTS = {
     "rdp": "Renyi differential privacy (RDP)",
     "pld": "privacy loss distributions (PLD)",
+    "pure": "sums of pure epsilons",
 }
 
 _NOT_COVERED = (
@@ -36,8 +37,8 @@ def statement(ledger, delta, accountant="rdp", group_size=1):
 
     Args:
         ledger: a `Ledger`, planned (`Ledger.of`) or recorded.
-        delta: probability that the guarantee fails, in (0, 1).
-        accountant: "rdp" or "pld".
+        delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
+        accountant: "rdp", "pld" or "pure".
         group_size: k, to add the guarantee for any k units together.
 
     Returns:
@@ -47,7 +48,7 @@ def statement(ledger, delta, accountant="rdp", group_size=1):
         ValueError: an argument is out of range, or the ledger's steps do not compose.
     """
     group_size = whole_number(group_size, "group_size", 1, "Give the number of units in a group.")
-    epsilon = epsilon_of(ledger.segments, delta, accountant)
+    lower, epsilon = epsilon_bracket(ledger.segments, delta, accountant)
     segments = [segment for segment in ledger.segments if segment.steps]
     if not segments:
         return "Privacy statement\n\nNo training step was taken: nothing was released.\n"
@@ -61,8 +62,7 @@ def statement(ledger, delta, accountant="rdp", group_size=1):
         *_public(segments),
         "Protected: every intermediate model, the final one, and all that is computed from them.",
         *(_training(segment, place, segments) for place, segment in enumerate(segments, 1)),
-        f"Accounting: {_ACCOUNTANTS[accountant]}, "
-        f"dp-accounting {importlib.metadata.version('dp-accounting')}.",
+        _accounting(segments, accountant, lower, epsilon),
     ]
     if group_size > 1:
         paragraphs.append(_group(sampling.unit, epsilon, delta, group_size))
@@ -116,6 +116,18 @@ def _training(segment, place, segments):
         f"B = {sampling.batch_size}, n = {sampling.num_examples} {sampling.unit}s. "
         f"{sampling.describe()}"
     )
+
+
+def _accounting(segments, accountant, lower, epsilon):
+    names = dict.fromkeys(_ACCOUNTANTS[name_for(accountant, segment)] for segment in segments)
+    version = importlib.metadata.version("dp-accounting")
+    text = f"Accounting: {' and '.join(names)}, dp-accounting {version}."
+    if lower < epsilon:
+        text += (
+            f" The noise schedule's many levels were rounded down for it: priced one by one, "
+            f"epsilon would lie between {lower:.6g} and {epsilon:.6g}."
+        )
+    return text
 
 
 def _in_words(release):

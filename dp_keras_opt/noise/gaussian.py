@@ -16,6 +16,7 @@ class Gaussian(Mechanism):
     """
 
     norm = "l2"
+    budget_exponent = 2
 
     def event(self, multiplier):
         return dp_accounting.GaussianDpEvent(multiplier)

@@ -21,6 +21,13 @@ class Mechanism(abc.ABC):
     #: The norm in which queries must be clipped for `event` to hold: "l2" or "l1".
     norm: str
 
+    #: Whether one release is (ε, 0)-differentially private, so that δ = 0 can be accounted.
+    is_pure = False
+
+    #: p, where a release whose noise has scale s spends a share of the budget proportional to s⁻ᵖ:
+    #: 2 for zero-concentrated privacy, 1 for pure ε. None where releases are not independent.
+    budget_exponent = None
+
     @abc.abstractmethod
     def event(self, multiplier):
         """The `dp_accounting.DpEvent` of one release whose noise is `multiplier` × sensitivity."""

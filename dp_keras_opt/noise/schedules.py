@@ -1,9 +1,17 @@
-"""Noise schedules: step t's noise multiplier is σ·α_t, with α fixed before training."""
+"""Noise schedules: step t's noise multiplier is σ·α_t, with α fixed before training.
+
+Where the noise enters an error bound as Σ_t w_t·(its variance at t), one theorem says how to spend
+an (unsampled) budget best: `allocate`. The papers differ in their w_t.
+"""
 
 import abc
+import math
 
 import keras
 import numpy as np
+
+from dp_keras_opt import theory
+from dp_keras_opt.noise import mechanism as mechanisms
 
 
 class NoiseSchedule(abc.ABC):
@@ -86,6 +94,186 @@ class Fixed(NoiseSchedule):
         return {"values": self.values.tolist()}
 
 
+def from_function(function, steps):
+    """α_t = function(t) for t = 1, …, T, evaluated now.
+
+    Args:
+        function: of an integer; positive numbers.
+        steps: T.
+    """
+    return Fixed([float(function(t)) for t in range(1, steps + 1)])
+
+
+def allocate(weights, mechanism="gaussian"):
+    """The noise schedule that minimises Σ_t w_t·(variance at t) at a fixed unsampled budget.
+
+    α_t ∝ w_t^(−1/4) for Gaussian noise (Σ1/σ_t² fixed), α_t ∝ w_t^(−1/3) for Laplace noise (Σ1/b_t
+    fixed); scaled so that, unsampled, a noise multiplier spends what it spends without a schedule.
+    Under subsampling this is a heuristic; the accountant is exact either way.
+
+    Args:
+        weights: w_1, …, w_T > 0, one a step.
+        mechanism: what the optimizer's `noise` is.
+
+    Raises:
+        ValueError: a weight is not positive and finite, or the noise is not independent from step
+            to step.
+    """
+    weights = np.asarray(weights, np.float64)
+    if weights.ndim != 1 or not np.all((weights > 0) & np.isfinite(weights)):
+        raise ValueError("weights must be a list of positive finite numbers, one a step.")
+    power = _budget_exponent(mechanism)
+    weights = weights / weights.max()  # only their ratios matter, and powers must not overflow
+    alphas = weights ** (-1 / (2 + power))
+    return Fixed(alphas * np.mean(alphas**-power) ** (1 / power))
+
+
+def _budget_exponent(mechanism):
+    power = mechanisms.get(mechanism).budget_exponent
+    if power is None:
+        raise ValueError(
+            "A budget can be spent unevenly with noise that is independent from step to step: "
+            f"'gaussian' or 'laplace', not {mechanism!r}."
+        )
+    return power
+
+
+def inverse_root_step_size(learning_rate, steps, mechanism="gaussian"):
+    """ADP-SGD's schedule: less noise where steps are large, α_t ∝ η_t^(−1/2).
+
+    That is `allocate` with w_t = η_t² (with Laplace noise, α_t ∝ η_t^(−2/3)).
+
+    Args:
+        learning_rate: a Keras `LearningRateSchedule`, evaluated now at steps 0, …, T − 1; or a
+            number, for constant noise.
+        steps: T.
+        mechanism: what the optimizer's `noise` is.
+
+    Raises:
+        ValueError: a step size is not positive and finite.
+
+    Reference: Algorithm 1 and Theorem 5.2 of the paper on adaptive noise for differentially private
+    SGD (ADP-SGD).
+    """
+    if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        rates = np.array([float(learning_rate(step)) for step in range(steps)])
+    else:
+        rates = np.full(steps, float(learning_rate))
+    wrong = np.flatnonzero(~((rates > 0) & np.isfinite(rates)))
+    if len(wrong):
+        raise ValueError(
+            f"The step size is {rates[wrong[0]]:g} at step {wrong[0]}: noise in proportion to "
+            "its inverse root needs step sizes above 0. Train fewer steps, or give the learning "
+            "rate schedule a positive end."
+        )
+    return allocate(rates**2, mechanism)
+
+
+def nesterov_optimal(
+    strong_convexity,
+    smoothness,
+    learning_rate,
+    steps,
+    mechanism="gaussian",
+    *,
+    initial_error=None,
+    noise_cost=None,
+    epsilon=None,
+    sampling_probability=1.0,
+    authors=False,
+):
+    """The schedule that minimises the error bound of `DPNesterov` after the last step.
+
+    Later steps get less noise, since what earlier ones added has died away:
+    w_t = (1 − √(μα))^{T−t}·α(1 + αL).
+
+    Args:
+        strong_convexity: μ.
+        smoothness: L.
+        learning_rate: α, constant.
+        steps: T, the most steps to take.
+        mechanism: what the optimizer's `noise` is.
+        initial_error: E_0 ≥ F(x_0) − F*, a guess. With `noise_cost`, the schedule ends after the
+            number of steps T' ≤ T for which the bound is least; `len(schedule.values)` tells.
+        noise_cost: what the noise would add to the bound if the whole budget went to one step of
+            weight 1: d·S₁²/(n²ε²) for Laplace noise on n examples in d dimensions; see
+            `theory.optimal_bounds`.
+        epsilon, sampling_probability: with Laplace noise on samples, the total ε and q: the shares
+            of ε, not the scales of the noise, are then in proportion to w_t^{1/3}.
+        authors: whether weights and T' are those of the authors' code (see docs: schedules).
+
+    Returns:
+        A noise schedule of T or T' steps; training past its end is refused.
+
+    Raises:
+        ValueError: L < μ, or a number is out of range.
+
+    Reference: sections 4.1 and 4.2 of the paper on accelerated private methods.
+    """
+
+    recursion = theory.nesterov_recursion(
+        strong_convexity, smoothness, learning_rate, steps, authors
+    )
+    return _optimal(
+        recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability
+    )
+
+
+def multistage_optimal(
+    strong_convexity,
+    smoothness,
+    steps,
+    c=1.0,
+    p=1,
+    mechanism="gaussian",
+    *,
+    initial_error=None,
+    noise_cost=None,
+    epsilon=None,
+    sampling_probability=1.0,
+    authors=False,
+):
+    """The schedule that minimises the error bound of `DPMultistageNesterov` after the last step.
+
+    Args:
+        c, p: of the stages, see `DPMultistageNesterov`.
+        others: see `nesterov_optimal`.
+
+    Returns:
+        A noise schedule; training past its end is refused.
+
+    Raises:
+        ValueError: L < μ, or a number is out of range.
+
+    Reference: section 4.3 of the paper on accelerated private methods.
+    """
+
+    recursion = theory.multistage_recursion(strong_convexity, smoothness, steps, c, p, authors)
+    return _optimal(
+        recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability
+    )
+
+
+def _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, probability):
+    power = _budget_exponent(mechanism)
+    if (initial_error is None) != (noise_cost is None):
+        raise ValueError("The number of steps is chosen with both initial_error and noise_cost.")
+    if initial_error is not None:
+        steps = theory.best_number_of_steps(recursion, initial_error, noise_cost, power)
+        recursion = tuple(part[:steps] for part in recursion)
+    _, per_step = theory.unrolled(recursion)
+    if epsilon is None or probability == 1:
+        return allocate(per_step, mechanism)
+    if power != 1:
+        raise ValueError("epsilon and sampling_probability are for Laplace noise.")
+    if not (0 < epsilon < math.inf and 0 < probability < 1):
+        raise ValueError("epsilon must be positive, and sampling_probability in (0, 1].")
+    shares = theory.allocate_epsilon(per_step, epsilon)
+    # What a step's epsilon on the sample comes from: ln(1 + (e^ε − 1)/q) = 1/λ.
+    alphas = 1 / np.log1p(np.expm1(shares) / probability)
+    return Fixed(alphas / np.exp(np.mean(np.log(alphas))))
+
+
 def get(identifier):
     """Resolves None (constant noise), a list of factors, a `NoiseSchedule` or a serialised one."""
     if identifier is None:
@@ -96,6 +284,11 @@ def get(identifier):
         return identifier
     if isinstance(identifier, list | tuple | np.ndarray):
         return Fixed(identifier)
+    if callable(identifier):
+        raise ValueError(
+            "A noise schedule must be fixed before training, for a given number of steps: "
+            "noise_schedule=schedules.from_function(function, steps)."
+        )
     raise ValueError(
         "noise_schedule must be None, a list of factors or a dp_keras_opt.noise.schedules "
         f"object; received {identifier!r}."

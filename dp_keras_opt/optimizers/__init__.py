@@ -3,8 +3,10 @@
 import keras
 
 from dp_keras_opt.optimizers import moments
+from dp_keras_opt.optimizers.accelerated import DPHeavyBall, DPMultistageNesterov, DPNesterov
 from dp_keras_opt.optimizers.adagrad import DPAdagrad
 from dp_keras_opt.optimizers.adam import DPAdam
+from dp_keras_opt.optimizers.adp import ADPSGD, ADPAdagradNorm
 from dp_keras_opt.optimizers.delayed import DP2Adagrad, DP2RMSprop, DP2Yogi
 from dp_keras_opt.optimizers.galore import DPGaLore
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
@@ -16,6 +18,8 @@ from dp_keras_opt.optimizers.wrapper import DPOptimizer
 from dp_keras_opt.optimizers.yogi import DPYogi
 
 __all__ = [
+    "ADPAdagradNorm",
+    "ADPSGD",
     "AdaDPS",
     "DP2Adagrad",
     "DP2RMSprop",
@@ -23,6 +27,9 @@ __all__ = [
     "DPAdagrad",
     "DPAdam",
     "DPGaLore",
+    "DPHeavyBall",
+    "DPMultistageNesterov",
+    "DPNesterov",
     "DPOptimizer",
     "DPRMSprop",
     "DPSGD",

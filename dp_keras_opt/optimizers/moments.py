@@ -205,6 +205,14 @@ class Joint(SecondMoment):
         self.max_batch_size = max_batch_size
         self.adjacency = adjacency
 
+    def check(self, rule):
+        if rule.noise.norm != "l2":
+            raise ValueError(
+                f"second_moment={type(self).__name__} releases (g, g²) as one Gaussian vector: its "
+                f"sensitivity is known in L2, and noise={type(rule.noise).__name__} needs L1. Use "
+                "Gaussian noise, or another second_moment."
+            )
+
     def check_sampling(self, sampling):
         least = JointMoments.SAFE_FOR_ALL_SIZES
         if sampling.kind == "poisson" and (self.max_batch_size or 0) < least:
