@@ -18,6 +18,7 @@ from dp_keras_opt import (
     optimizers,
     plots,
     serving,
+    theory,
 )
 from dp_keras_opt.model import DPModel, PrivacyBudgetError, make_private
 
@@ -36,4 +37,5 @@ __all__ = [
     "optimizers",
     "plots",
     "serving",
+    "theory",
 ]

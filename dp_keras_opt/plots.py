@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dp_keras_opt import filters
+from dp_keras_opt import filters, theory
 
 
 def norm_histogram(norms, clip_norm=None, axes=None):
@@ -129,6 +129,108 @@ def spectrum(recorded, low_pass=None, axes=None):
         beside.set_ylabel("gain of the filter")
         beside.set_ylim(0, None)
         axes.plot([], [], color="black", linestyle=":", label="gain of the filter")
+    axes.legend()
+    return axes
+
+
+def heavy_ball_rate(
+    strong_convexity=0.5, smoothness=1.0, learning_rates=(0.1, 0.5, 1.0), axes=None
+):
+    """How fast the heavy ball converges on a quadratic, against its momentum; a dot at the best.
+
+    By default figure 1 of the paper on private accelerated methods, bottom row.
+
+    Args:
+        strong_convexity: μ > 0.
+        smoothness: L ≥ μ.
+        learning_rates: one curve each.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = axes or _new_axes()
+    momenta = np.linspace(0, 0.999, 1000)
+    for learning_rate in learning_rates:
+        rates = theory.heavy_ball_rate(strong_convexity, smoothness, learning_rate, momenta)
+        best = np.argmin(rates)
+        (line,) = axes.plot(momenta, rates, label=f"α = {learning_rate:.3g}")
+        axes.plot(momenta[best], rates[best], "o", color=line.get_color())
+    axes.set_xlabel("momentum β")
+    axes.set_ylabel("rate ρ")
+    axes.legend()
+    return axes
+
+
+def heavy_ball_bound(
+    eigenvalues=(0.5, 1.0),
+    learning_rate=0.5,
+    momenta=(0.0, 0.3, 0.7),
+    noise_std_per_step=1e-4,
+    initial_distance=10**0.5,
+    steps=250,
+    axes=None,
+):
+    """The error bound of the heavy ball on a quadratic, if training is planned to end at that step.
+
+    More steps share one privacy budget, so the noise is ∝ the planned number of steps: the bound
+    falls and then rises. The last curve is that of the momentum (1 − √(αμ))/(1 + √(αμ)). One panel
+    of figure 1 of the paper on private accelerated methods, which has the learning rates 0.1, 0.5
+    and 1 and noise of 1e-4 and 1e-2 per step.
+
+    Args:
+        eigenvalues: of the quadratic.
+        learning_rate: α.
+        momenta: one curve each, beside the last.
+        noise_std_per_step: standard deviation of the noise, per coordinate and planned step.
+        initial_distance: from the start to the minimiser.
+        steps: how many are drawn.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = axes or _new_axes()
+    t = np.arange(1, steps + 1)
+    best = theory.nesterov_momentum(min(eigenvalues), learning_rate)
+    curves = [(beta, f"β = {beta:.3g}", "-") for beta in momenta]
+    for beta, label, style in [*curves, (best, f"β = {best:.3g}, from μ and α", "--")]:
+        bound = theory.heavy_ball_bound(
+            t, eigenvalues, learning_rate, beta, initial_distance, (noise_std_per_step * t) ** 2
+        )
+        axes.semilogy(t, bound, style, label=label)
+    axes.set_xlabel("planned steps")
+    axes.set_ylabel("bound on F − F*")
+    axes.set_title(f"α = {learning_rate:.3g}, noise {noise_std_per_step:.3g} per step")
+    axes.legend()
+    return axes
+
+
+def multistage_noise(
+    strong_convexity=1.0, smoothness=20.0, steps=(54, 134, 294, 614), c=1.0, p=1, axes=None
+):
+    """The best scale of the Laplace noise of each step of the multistage Nesterov method.
+
+    It falls within a stage and jumps up at the next. By default figure 2 of the paper on private
+    accelerated methods: 2, 3, 4 and 5 stages.
+
+    Args:
+        strong_convexity: μ > 0.
+        smoothness: L ≥ μ.
+        steps: numbers of steps, one curve each.
+        c, p: as for `theory.multistage_stages`.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = axes or _new_axes()
+    for count in steps:
+        _, weights = theory.multistage_weights(strong_convexity, smoothness, count, c, p)
+        scales = 1 / theory.allocate_epsilon(weights, 1.0)
+        axes.semilogy(np.arange(1, count + 1), scales, label=f"{count} steps")
+    axes.set_xlabel("step")
+    axes.set_ylabel("scale b of the noise, in units of S₁/(nε)")
     axes.legend()
     return axes
 
