@@ -1,9 +1,9 @@
 """Error bounds of private first-order methods, and the noise and the steps that minimise them.
 
 Plain numbers and NumPy arrays, nothing of TensorFlow. Throughout, F is μ-strongly convex and
-L-smooth (`strong_convexity`, `smoothness`; κ = L/μ), α is the learning rate, β the momentum, x_0 the
-start, x* the minimiser and E_t = E[F(x_t)] − F(x*) the error after t steps. Noise is added to the
-**mean** gradient of a batch; Laplace noise of scale b has the variance 2b² per coordinate.
+L-smooth (`strong_convexity`, `smoothness`; κ = L/μ), α is the learning rate, β the momentum, x_0
+the start, x* the minimiser and E_t = E[F(x_t)] − F(x*) the error after t steps. Noise is added to
+the **mean** gradient of a batch; Laplace noise of scale b has the variance 2b² per coordinate.
 
 Accelerated methods (Nesterov's and its multistage variant) obey a recursion
 
@@ -15,8 +15,8 @@ matters in the end, and so how a privacy budget is best spent.
 
 **What E_0 is.** The recursion is one of a Lyapunov function, which starts at
 F(x_0) − F(x*) + (μ/2)‖x_0 − x*‖², at most twice F(x_0) − F(x*). With that as E_0 the bounds hold.
-With F(x_0) − F(x*) alone, as the paper writes, the error can exceed them: on a quadratic without
-noise by a factor of up to 4/e.
+With F(x_0) − F(x*) alone, as the paper writes, the error can exceed them: on the quadratic μx²/2,
+without noise, by a factor of up to 4/e.
 
 Reference: the papers on differentially private accelerated optimization algorithms (DP-SHB, DP-NAG,
 DP-MASG) and on adaptive noise for step size schedules (ADP-SGD). Equations are cited by number.
