@@ -156,6 +156,7 @@ def unrolled(recursion):
     """
     contractions, gains = recursion
     left = np.cumprod(contractions[::-1])[::-1]  # Π_{i≥t}
+    left[left < np.finfo(float).tiny] = 0.0  # subnormal numbers do not fall any more
     return float(left[0]), np.append(left[1:], 1.0) * gains
 
 
@@ -433,7 +434,7 @@ def heavy_ball_matrix_bound(
     noise_variance,
     dimension,
     sampling_variance=0.0,
-    rates=20,
+    rates=10,
 ):
     """A bound on E_t for the heavy ball on any strongly convex F, from a matrix inequality (3.15).
 
@@ -456,7 +457,7 @@ def heavy_ball_matrix_bound(
         noise_variance: per coordinate, 2b² for Laplace noise of scale b.
         dimension: d.
         sampling_variance: σ_s² from `sampling_variance`; 0 for full batches.
-        rates: how many ρ are tried.
+        rates: at least 2, how many ρ the grid has; it is refined twice around the best.
 
     Returns:
         The bound; ∞ if nothing was proved.
@@ -473,17 +474,26 @@ def heavy_ball_matrix_bound(
     power = (dimension * noise_variance + sampling_variance) / smoothness**2
     alpha, start = learning_rate * smoothness, initial_error / smoothness
     inequality = _heavy_ball_inequality(strong_convexity / smoothness, alpha, momentum)
-    best = math.inf
-    for rate in 1 - (1 - slowest) * np.geomspace(1, 1e-3, rates):
+
+    def bound(rate):
         left = rate ** (2 * steps)
         noise = alpha**2 * power * (1 - left) / (1 - rate**2)
         spread = left * initial_distance**2
         objective = np.array([spread + noise, 2 * spread, spread, 0.0])
         found = _minimise(objective, *inequality(rate))
-        if found is not None:
-            p11, p12, p22, _ = found
-            held = 1 + 2 * (p11 * p22 - p12**2) / p22
-            best = min(best, (left * start + noise / 2 + objective @ found) / held)
+        if found is None:
+            return math.inf
+        p11, p12, p22, _ = found
+        held = 1 + 2 * (p11 * p22 - p12**2) / p22
+        return (left * start + noise / 2 + objective @ found) / held
+
+    best, gaps = math.inf, (1 - slowest, 1e-3 * (1 - slowest))
+    for _ in range(3):  # each time between the neighbours of the best
+        grid = np.geomspace(*gaps, rates)
+        bounds = [bound(1 - gap) for gap in grid]
+        place = np.argmin(bounds)
+        best = min(best, bounds[place])
+        gaps = grid[max(place - 1, 0)], grid[min(place + 1, rates - 1)]
     return float(best * smoothness)
 
 

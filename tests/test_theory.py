@@ -488,11 +488,38 @@ def test_matrix_bound_holds_on_quadratics(c, beta, steps):
     assert errors[-1] <= bound < 20 * errors[-1]
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.01, 1), st.floats(0.01, 1), st.floats(0, 0.9), st.floats(0.1, 0.99))
+def test_the_matrix_inequality_is_that_of_the_proposition(mu, alpha, beta, rho):
+    """(3.14) with L = c = 1 and the sign of B corrected."""
+    rng = np.random.default_rng(0)
+    p11, p12, p22, c0 = rng.normal(size=4)
+    a, b = np.array([[1 + beta, -beta], [1, 0]]), np.array([[-alpha], [0]])
+    p = np.array([[p11, p12], [p12, p22]])
+    phi = np.block([[a.T @ p @ a - rho**2 * p, a.T @ p @ b], [b.T @ p @ a, b.T @ p @ b]])
+    x0 = np.array([[2 * mu, 0, -(mu + 1)], [0, 0, 0], [-(mu + 1), 0, 2]])
+    lean = (1 - alpha) * beta
+    x1 = [[-(beta**2), beta**2, -lean], [beta**2, -(beta**2), lean], [-lean, lean, 0]]
+    x1 = np.array(x1) / 2
+    x1[2, 2] = alpha * (2 - alpha) / 2
+    x2 = np.array([[mu, 0, -1], [0, 0, 0], [-1, 0, 0]]) / 2
+    constant, matrices = theory._heavy_ball_inequality(mu, alpha, beta)(rho)
+    actual = constant + np.tensordot([p11, p12, p22, c0], matrices, 1)
+    np.testing.assert_allclose(actual, c0 * x0 + x1 + (1 - rho**2) * x2 - phi, atol=1e-12)
+
+
 def test_matrix_bound_has_the_rate_of_gradient_descent():
-    """Without momentum F − F* is known to shrink by (1 − μα)², up to the choice of the grid."""
-    bound = theory.heavy_ball_matrix_bound(40, 0.2, 1.0, 0.5, 0.0, 1.0, 2.0, 0.0, 1, rates=60)
-    assert bound <= 2 * (1 - 0.2 * 0.5) ** 80
+    """Without momentum the distance shrinks by 1 − μα: so does the bound, up to a factor."""
+    bound = theory.heavy_ball_matrix_bound(40, 0.2, 1.0, 0.5, 0.0, 1.0, 2.0, 0.0, 1)
+    assert bound <= 3 * (1 - 0.2 * 0.5) ** 80
     assert bound >= (1 - 0.2 * 0.5) ** 80 * 0.2 / 2 * 2.0**2  # what 0.1x² does from x = 2
+
+
+def test_matrix_bound_of_a_long_training_is_near_the_floor_on_quadratics():
+    arguments = 0.5 / 3, 0.1
+    floor = theory.heavy_ball_floor([0.5, 1.75, 3.0], *arguments, 0.05)
+    bound = theory.heavy_ball_matrix_bound(3000, 0.5, 3.0, *arguments, 10.0, 3.0, 0.05, 3)
+    assert bound < 1.1 * floor
 
 
 def test_matrix_bound_has_the_units_of_its_function():
