@@ -1,9 +1,9 @@
 """Error bounds of private first-order methods, and the noise and the steps that minimise them.
 
 Plain numbers and NumPy arrays, nothing of TensorFlow. Throughout, F is μ-strongly convex and
-L-smooth (`strong_convexity`, `smoothness`; κ = L/μ), α is the learning rate, β the momentum, x_0 the
-start, x* the minimiser and E_t = E[F(x_t)] − F(x*) the error after t steps. Noise is added to the
-**mean** gradient of a batch; Laplace noise of scale b has the variance 2b² per coordinate.
+L-smooth (`strong_convexity`, `smoothness`; κ = L/μ), α is the learning rate, β the momentum, x_0
+the start, x* the minimiser and E_t = E[F(x_t)] − F(x*) the error after t steps. Noise is added to
+the **mean** gradient of a batch; Laplace noise of scale b has the variance 2b² per coordinate.
 
 Accelerated methods (Nesterov's and its multistage variant) obey a recursion
 
@@ -15,8 +15,8 @@ matters in the end, and so how a privacy budget is best spent.
 
 **What E_0 is.** The recursion is one of a Lyapunov function, which starts at
 F(x_0) − F(x*) + (μ/2)‖x_0 − x*‖², at most twice F(x_0) − F(x*). With that as E_0 the bounds hold.
-With F(x_0) − F(x*) alone, as the paper writes, the error can exceed them: on a quadratic without
-noise by a factor of up to 4/e.
+With F(x_0) − F(x*) alone, as the paper writes, the error can exceed them: on the quadratic μx²/2,
+without noise, by a factor of up to 4/e.
 
 Reference: the papers on differentially private accelerated optimization algorithms (DP-SHB, DP-NAG,
 DP-MASG) and on adaptive noise for step size schedules (ADP-SGD). Equations are cited by number.
@@ -171,6 +171,7 @@ def unrolled(recursion):
     """
     contractions, gains = recursion
     left = np.cumprod(contractions[::-1])[::-1]  # Π_{i≥t}
+    left[left < np.finfo(float).tiny] = 0.0  # subnormal numbers do not fall any more
     return float(left[0]), np.append(left[1:], 1.0) * gains
 
 
@@ -448,7 +449,7 @@ def heavy_ball_matrix_bound(
     noise_variance,
     dimension,
     sampling_variance=0.0,
-    rates=20,
+    rates=10,
 ):
     """A bound on E_t for the heavy ball on any strongly convex F, from a matrix inequality (3.15).
 
@@ -471,7 +472,7 @@ def heavy_ball_matrix_bound(
         noise_variance: per coordinate, 2b² for Laplace noise of scale b.
         dimension: d.
         sampling_variance: σ_s² from `sampling_variance`; 0 for full batches.
-        rates: how many ρ are tried.
+        rates: at least 2, how many ρ the grid has; it is refined twice around the best.
 
     Returns:
         The bound; ∞ if nothing was proved.
@@ -488,17 +489,26 @@ def heavy_ball_matrix_bound(
     power = (dimension * noise_variance + sampling_variance) / smoothness**2
     alpha, start = learning_rate * smoothness, initial_error / smoothness
     inequality = _heavy_ball_inequality(strong_convexity / smoothness, alpha, momentum)
-    best = math.inf
-    for rate in 1 - (1 - slowest) * np.geomspace(1, 1e-3, rates):
+
+    def bound(rate):
         left = rate ** (2 * steps)
         noise = alpha**2 * power * (1 - left) / (1 - rate**2)
         spread = left * initial_distance**2
         objective = np.array([spread + noise, 2 * spread, spread, 0.0])
         found = _minimise(objective, *inequality(rate))
-        if found is not None:
-            p11, p12, p22, _ = found
-            held = 1 + 2 * (p11 * p22 - p12**2) / p22
-            best = min(best, (left * start + noise / 2 + objective @ found) / held)
+        if found is None:
+            return math.inf
+        p11, p12, p22, _ = found
+        held = 1 + 2 * (p11 * p22 - p12**2) / p22
+        return (left * start + noise / 2 + objective @ found) / held
+
+    best, gaps = math.inf, (1 - slowest, 1e-3 * (1 - slowest))
+    for _ in range(3):  # each time between the neighbours of the best
+        grid = np.geomspace(*gaps, rates)
+        bounds = [bound(1 - gap) for gap in grid]
+        place = np.argmin(bounds)
+        best = min(best, bounds[place])
+        gaps = grid[max(place - 1, 0)], grid[min(place + 1, rates - 1)]
     return float(best * smoothness)
 
 
