@@ -73,6 +73,7 @@ def rows(workers, workload, batch_size):
         row.milliseconds = statistics.median(times)
         row.fastest_round, row.slowest_round = min(times), max(times)
         row.peak_megabytes = worker.peak_megabytes
+        row.optimizer_megabytes = worker.optimizer_megabytes
         if worker.contender.variant == "noise":
             continue
         row.examples_per_second = 1e3 * batch_size / row.milliseconds

@@ -119,6 +119,7 @@ class Worker:
     Attributes:
         milliseconds: of a step, one number a round.
         peak_megabytes: the most memory it took.
+        optimizer_megabytes: of the optimizer's variables, where the worker tells.
         versions: of its libraries.
         error: why it has no numbers, or "".
     """
@@ -143,7 +144,9 @@ class Worker:
         ready = self._ask(
             workload=workload, variant=contender.variant, batch_size=batch_size, device=device
         )
+        self.optimizer_megabytes = None
         if ready:
+            self.optimizer_megabytes = ready["optimizer_megabytes"]
             self.versions, self._first = ready["versions"], ready["milliseconds"]
             if ready["parameters"] != WORKLOADS[workload].parameters:
                 self.error = f"its model has {ready['parameters']} parameters"

@@ -26,6 +26,7 @@ class Row:
     ratio_to_floor: float | None = None
     peak_megabytes: float | None = None
     ratio_of_memory: float | None = None
+    optimizer_megabytes: float | None = None
     error: str = ""
 
 
@@ -68,8 +69,8 @@ def comparison(rows):
         part = [row for row in rows if row.workload == workload]
         yield f"## {workload}\n"
         yield f"{spec.model}; {spec.parameters:,} parameters, batch {part[0].batch_size}.\n"
-        yield "| | ms a step | examples a second | ratio to the floor | peak MB | ratio to Keras |"
-        yield "|---|---|---|---|---|---|"
+        yield "| | ms a step | examples a second | ratio to the floor | peak MB | ratio to Keras "
+        yield "| optimizer MB |\n|---|---|---|---|---|---|---|"
         for row in part:
             yield f"| {row.label} | " + " | ".join(figures(row)) + " |"
         yield ""
@@ -77,13 +78,14 @@ def comparison(rows):
 
 def figures(row):
     if row.error:
-        return [row.error.replace("|", "/"), "", "", "", ""]
+        return [row.error.replace("|", "/"), "", "", "", "", ""]
     values = [
         (row.milliseconds, ".1f"),
         (row.examples_per_second, ",.0f"),
         (row.ratio_to_floor, ".2f"),
         (row.peak_megabytes, ".0f"),
         (row.ratio_of_memory, ".2f"),
+        (row.optimizer_megabytes, ".1f"),
     ]
     return ["" if value is None else format(value, form) for value, form in values]
 

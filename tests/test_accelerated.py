@@ -83,7 +83,7 @@ def test_stages_of_nesterov():
 
 
 def test_between_steps_the_variables_hold_x():
-    """So that evaluation, checkpoints and export need no hooks; z is where the gradient is taken."""
+    """So that evaluation, checkpoints and export need no hooks; the gradient is taken at z."""
     optimizer = DPNesterov(0.3, momentum=0.9, **lr.PRIVATE)
     model = lr.build(optimizer)
     trained, noise = lr.train(model, 3)

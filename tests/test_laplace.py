@@ -79,15 +79,15 @@ def test_the_noise_that_is_added_has_the_scale_that_is_accounted():
         DPSGD(0.1, clip_norm=0.3, batch_size=10, noise_multiplier=2.0, noise="laplace")
     )
     for factor, matches in ((1.0, True), (2 / 3, False), (1.5, False)):
-        assert (abs(measured / (2.0 * 0.3 * factor) - 1) < 0.05) is matches
+        assert bool(abs(measured / (2.0 * 0.3 * factor) - 1) < 0.05) is matches
 
 
 def test_examples_are_bounded_in_l1():
     sizes = []
     for rows in (lr.X, lr.X[1:]):
-        optimizer = sgd(0.0)
+        optimizer = sgd(0.0, lr.BATCH)
         model = lr.build(optimizer)
-        batch = rows, lr.Y[: len(rows)] if len(rows) == len(lr.X) else lr.Y[1:]
+        batch = rows, lr.Y[-len(rows) :]
         sums = dp.clipping.clipped_sums(model, batch, optimizer.queries()).sums[0]
         sizes.append(lr.flat(sums))
     gradient = lr.gradients(lr.START)[0]
@@ -195,8 +195,10 @@ def test_one_coordinate_is_the_worst_case_in_l1(share, scale, threshold):
         return np.sum(weights * np.maximum(0, 1 - np.exp(threshold - loss)))
 
     whole = delta(*shifted(1.0))
-    (a, p), (b, q) = (np.histogram(l, 400, weights=w)[::-1] for l, w in
-                      (shifted(share), shifted(1 - share)))  # fmt: skip
+    (a, p), (b, q) = (
+        np.histogram(loss, 400, weights=weights)[::-1]
+        for loss, weights in (shifted(share), shifted(1 - share))
+    )
     a, b = (a[1:] + a[:-1]) / 2, (b[1:] + b[:-1]) / 2
     both = delta((a[:, None] + b).ravel(), (p[:, None] * q).ravel())
     assert both <= whole + 0.01 / scale
@@ -223,7 +225,7 @@ def test_laplace_and_gaussian_segments_are_added():
     both = ledger(Laplace(), Gaussian()).epsilon(1e-5)
     parts = ledger(Laplace()).epsilon(0), ledger(Gaussian()).epsilon(1e-5)
     assert both == pytest.approx(sum(parts))
-    with pytest.raises(ValueError, match="Laplace noise in every step"):
+    with pytest.raises(ValueError, match="all have Laplace noise"):
         ledger(Laplace(), Gaussian()).epsilon(0)
 
 
@@ -252,7 +254,7 @@ def test_training_reports_pure_epsilons(tmp_path):
     q = lr.BATCH / 100
     expected = 3 * math.log(1 + q * (math.exp(1 / lr.SIGMA) - 1))
     assert model.ledger.epsilon(0) == pytest.approx(expected)
-    text = model.ledger.statement(delta=0)
+    text = " ".join(model.ledger.statement(delta=0).split())
     assert "delta = 0." in text and "sums of pure epsilons" in text and "Laplace noise" in text
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -266,9 +268,9 @@ def test_training_reports_pure_epsilons(tmp_path):
 def test_delta_zero_needs_laplace():
     gaussian = DPSGD(clip_norm=1.0, batch_size=10, noise_multiplier=1.0)
     sampling = Sampling.poisson(1000, 10)
-    with pytest.raises(ValueError, match="delta=0 needs pure"):
+    with pytest.raises(ValueError, match="all have Laplace noise"):
         dp.accounting.epsilon(gaussian, sampling, 1, delta=0)
-    with pytest.raises(ValueError, match="delta=0 needs pure"):
+    with pytest.raises(ValueError, match="all have Laplace noise"):
         dp.accounting.calibrate(gaussian, sampling, 1, epsilon=1.0, delta=0)
     with pytest.raises(ValueError, match="'pure' cannot price"):
         dp.accounting.epsilon(gaussian, sampling, 1, delta=1e-5, accountant="pure")

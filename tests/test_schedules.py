@@ -1,7 +1,6 @@
 """Noise schedules: allocations against numerical optimisers, accounting, ADP-SGD."""
 
 import math
-import time
 
 import dp_accounting
 import keras
@@ -82,7 +81,9 @@ def test_adp_is_the_inverse_root_of_the_step_size():
     alphas = schedules.inverse_root_step_size(InverseRoot(), 100).alphas(0, 100)
     np.testing.assert_allclose(alphas / alphas[0], (1 + np.arange(100) / 20) ** 0.25, rtol=1e-5)
     laplace = schedules.inverse_root_step_size(InverseRoot(), 100, "laplace").alphas(0, 100)
-    np.testing.assert_allclose(laplace / laplace[0], (1 + np.arange(100) / 20) ** (1 / 3), rtol=1e-5)
+    np.testing.assert_allclose(
+        laplace / laplace[0], (1 + np.arange(100) / 20) ** (1 / 3), rtol=1e-5
+    )
 
 
 def test_functions_are_evaluated_in_advance():
@@ -123,7 +124,7 @@ def test_nesterov_optimal_chooses_the_number_of_steps_of_the_specification():
 def test_multistage_optimal_gives_more_to_late_steps_of_a_stage_and_less_at_its_change():
     schedule = schedules.multistage_optimal(0.02, 5.1, 400, mechanism="laplace")
     rises = np.flatnonzero(np.diff(schedule.values) > 0)
-    np.testing.assert_array_equal(rises, [88])  # stage 1 has 89 steps; stage 2 lasts beyond 400
+    np.testing.assert_array_equal(rises, [88, 224])  # stages of 89 and 4·⌈√255·ln 8⌉ = 136 steps
     assert schedule.length == 400
 
 
@@ -133,9 +134,7 @@ def test_shares_of_epsilon_go_through_the_amplification():
         **NESTEROV, steps=steps, mechanism="laplace", epsilon=epsilon, sampling_probability=q
     )
     sampling = Sampling.without_replacement(1000, 10)
-    optimizer = DPSGD(
-        clip_norm=1.0, batch_size=10, noise="laplace", noise_schedule=schedule
-    )
+    optimizer = DPSGD(clip_norm=1.0, batch_size=10, noise="laplace", noise_schedule=schedule)
     multiplier = dp.accounting.calibrate(optimizer, sampling, steps, epsilon, 0)
     per_step = np.log1p(q * np.expm1(2 / (multiplier * schedule.values.astype(float))))
     w = nesterov_weights(steps)
@@ -157,9 +156,7 @@ def test_shares_of_epsilon_go_through_the_amplification():
 )
 def test_unequal_steps_are_composed_one_by_one(sampling, event):
     schedule = schedules.inverse_root_step_size(InverseRoot(), 30)
-    optimizer = DPSGD(
-        clip_norm=1.0, batch_size=10, noise_multiplier=1.3, noise_schedule=schedule
-    )
+    optimizer = DPSGD(clip_norm=1.0, batch_size=10, noise_multiplier=1.3, noise_schedule=schedule)
     accountant = dp_accounting.rdp.RdpAccountant()
     for alpha in schedule.values:
         accountant.compose(event(1.3 * float(alpha)))
@@ -169,31 +166,50 @@ def test_unequal_steps_are_composed_one_by_one(sampling, event):
 
 def test_thousands_of_distinct_steps_are_bracketed():
     schedule = schedules.inverse_root_step_size(InverseRoot(), 3000)
-    optimizer = DPSGD(
-        clip_norm=1.0, batch_size=256, noise_multiplier=4.0, noise_schedule=schedule
-    )
-    sampling = Sampling.poisson(50_000, 256)
+    optimizer = DPSGD(clip_norm=1.0, batch_size=256, noise_multiplier=40.0, noise_schedule=schedule)
+    sampling = Sampling.full(256)  # quick to price
     ledger = dp.accounting.Ledger.of(optimizer, sampling, 3000)
     lower, upper = ledger.epsilon_bracket(1e-5)
     exact = dp.accounting.epsilon(optimizer, sampling, 3000, 1e-5, exact=True)
-    assert lower <= exact <= upper
+    assert lower < exact < upper
     assert upper / lower < 1.02
     assert upper == ledger.epsilon(1e-5)
-    assert "epsilon would lie between" in ledger.statement(1e-5)
+    assert "epsilon would lie between" in " ".join(ledger.statement(1e-5).split())
     few = dp.accounting.Ledger.of(optimizer, sampling, 300)
     assert few.epsilon_bracket(1e-5) == (few.epsilon(1e-5),) * 2
     assert "would lie between" not in few.statement(1e-5)
 
 
-def test_39200_distinct_steps_and_their_calibration():
+def test_39200_distinct_poisson_steps():
     schedule = schedules.inverse_root_step_size(InverseRoot(), 39_200)
-    optimizer = DPSGD(clip_norm=1.0, batch_size=256, noise_schedule=schedule)
-    sampling = Sampling.poisson(50_000, 256)
-    start = time.process_time()
-    dp.accounting.calibrate(optimizer, sampling, 39_200, epsilon=1.0, delta=1e-5)
-    seconds = time.process_time() - start
-    assert 0.999 < dp.accounting.epsilon(optimizer, sampling, 39_200, 1e-5) <= 1.0
-    assert seconds < 600, "not a benchmark: only to notice when it takes hours"
+    optimizer = DPSGD(clip_norm=1.0, batch_size=256, noise_multiplier=4.0, noise_schedule=schedule)
+    ledger = dp.accounting.Ledger.of(optimizer, Sampling.poisson(50_000, 256), 39_200)
+    lower, upper = ledger.epsilon_bracket(1e-5)
+    assert 0 < lower < upper < 1.02 * lower
+
+
+@pytest.mark.parametrize(
+    ("noise", "sampling", "delta", "accountant"),
+    [
+        ("gaussian", Sampling.poisson(50_000, 256), 1e-5, "rdp"),
+        ("gaussian", Sampling.full(256), 1e-5, "pld"),
+        ("laplace", Sampling.without_replacement(50_000, 256), 0, "rdp"),
+    ],
+)
+def test_calibrates_the_overall_scale(noise, sampling, delta, accountant):
+    schedule = schedules.inverse_root_step_size(InverseRoot(), 40, noise)
+
+    def optimizer(multiplier=None):
+        return DPSGD(
+            clip_norm=1.0, batch_size=256, noise_multiplier=multiplier, noise=noise,
+            noise_schedule=schedule,
+        )  # fmt: skip
+
+    def spent(multiplier):
+        return dp.accounting.epsilon(optimizer(multiplier), sampling, 40, delta, accountant)
+
+    found = dp.accounting.calibrate(optimizer(), sampling, 40, 1.0, delta, accountant)
+    assert spent(found) <= 1.0 < spent(found * (1 - 1.5e-4))
 
 
 # ADP-SGD.
@@ -212,13 +228,14 @@ def test_adp_sgd_equals_its_transcription():
 
 
 def test_adp_adagrad_norm_equals_its_transcription():
-    optimizer = ADPAdagradNorm(0.5, steps=8, growth=0.1, initial=2.0, floor=1e-4, **lr.PRIVATE)
+    private = lr.PRIVATE | {"noise_multiplier": 5.0}
+    optimizer = ADPAdagradNorm(0.5, steps=8, growth=0.1, initial=2.0, floor=1e-4, **private)
     trained, noise = lr.train(lr.build(optimizer), 8)
     alphas = (2.0 + 0.1 * np.arange(1, 9)) ** 0.25
     alphas *= np.sqrt(np.mean(alphas**-2))
     w, square, floored = lr.START, 2.0, 0
     for t in range(8):
-        sigma = lr.SIGMA * alphas[t]
+        sigma = 5.0 * alphas[t]
         g = lr.privatized(w, noise.flat(t), sigma=sigma)
         excess = g @ g - lr.SIZE * (sigma * lr.CLIP / lr.BATCH) ** 2
         floored += excess < 1e-4
@@ -252,9 +269,7 @@ def test_training_past_the_schedule_is_refused():
 
 def test_theorem_4_1_and_advanced_composition():
     for epsilon, expected in ((0.8, 8.50), (1.2, 5.66), (1.6, 4.25)):  # numbers.md
-        found = dp.accounting.adp_noise_multiplier(
-            16 * epsilon, 1e-5, 50_000, 256, np.ones(11_700)
-        )
+        found = dp.accounting.adp_noise_multiplier(16 * epsilon, 1e-5, 50_000, 256, np.ones(11_700))
         assert found == pytest.approx(expected, abs=0.005)
     epsilon, delta = dp.accounting.advanced_composition([0.1, 0.2], [1e-6, 2e-6], 1e-5)
     expected = math.sqrt(2 * math.log(1e5) * 0.05)

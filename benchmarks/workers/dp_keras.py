@@ -5,7 +5,7 @@ import tensorflow as tf
 from workloads import WORKLOADS
 
 import dp_keras_opt as dp
-from workers.keras_common import fit_steps, inputs_and_outputs
+from workers.keras_common import fit_steps, inputs_and_outputs, optimizer_megabytes
 from workers.keras_plain import peak_megabytes, require
 from workers.protocol import serve
 
@@ -29,7 +29,7 @@ def prepare(workload, variant, batch_size, device):
     )
     data = tf.data.Dataset.from_tensors(spec.batch(batch_size)).repeat()
     data = dp.data.assume_sampling(data, dp.accounting.Sampling.full(batch_size))
-    return fit_steps(keras, model, data), model.count_params()
+    return fit_steps(keras, model, data), model.count_params(), optimizer_megabytes(model)
 
 
 def optimizer(variant, batch_size, options):

@@ -66,3 +66,8 @@ def fit_steps(keras, model, data):
         return 1e3 * (clock.ends[-1] - clock.ends[0]) / steps
 
     return run
+
+
+def optimizer_megabytes(model):
+    """A function that gives the size of the optimizer's variables, once they are there."""
+    return lambda: sum(np.prod(v.shape) * 4 / 2**20 for v in model.optimizer.variables)

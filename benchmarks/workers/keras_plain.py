@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from workloads import WORKLOADS
 
-from workers.keras_common import fit_steps, inputs_and_outputs
+from workers.keras_common import fit_steps, inputs_and_outputs, optimizer_megabytes
 from workers.protocol import resident_peak, serve, timed
 
 
@@ -21,7 +21,7 @@ def prepare(workload, variant, batch_size, device):
         jit_compile=variant == "xla",
     )
     data = tf.data.Dataset.from_tensors(spec.batch(batch_size)).repeat()
-    return fit_steps(keras, model, data), model.count_params()
+    return fit_steps(keras, model, data), model.count_params(), optimizer_megabytes(model)
 
 
 def noise_draws(shapes):

@@ -36,11 +36,12 @@ def serve(prepare, packages, peak_megabytes=None):
                 reply["peak_megabytes"] = (peak_megabytes or resident_peak)(device)
             else:
                 device = request["device"]
-                run, parameters = prepare(**request)
+                run, parameters, *state = prepare(**request)
                 run(1)  # traces and compiles
                 versions = {name: importlib.metadata.version(name) for name in packages}
                 reply = {"parameters": int(parameters), "versions": versions}
                 reply["milliseconds"] = run(1)
+                reply["optimizer_megabytes"] = state[0]() if state else None
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {telling_line(str(error))}"}
         print(json.dumps(reply), file=replies, flush=True)

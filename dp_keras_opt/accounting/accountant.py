@@ -88,8 +88,9 @@ def check_delta(delta, segments, accountant="rdp"):
         if all(segment.is_pure for segment in segments):
             return
         raise ValueError(
-            "delta=0 needs pure epsilons: Laplace noise in every step. Other noise has no finite "
-            "epsilon at delta=0; choose delta well below 1/num_examples."
+            f"delta must be a number in (0, 1) for this noise; received {delta!r}. Only steps "
+            "that all have Laplace noise are private at delta=0. Choose delta well below "
+            "1/num_examples."
         )
     if not (is_number and 0 < delta < 1):
         raise ValueError(

@@ -5,6 +5,7 @@ import math
 import numbers
 
 import dp_accounting
+from scipy import optimize
 
 from dp_keras_opt.accounting.accountant import (
     check_delta,
@@ -92,15 +93,30 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         )
         return math.exp(found)
 
-    # Many distinct factors and PLD are slow to price: search near the rough answer.
+    def refine(rough):
+        """From a rough answer, in few evaluations: many distinct factors are slow to price."""
+
+        def excess(log_multiplier):
+            spent = compose([segment(math.exp(log_multiplier))], delta, accountant)
+            return math.log(spent / epsilon)
+
+        start = math.log(rough)
+        start_excess = excess(start)
+        second = start + (start_excess or _TOLERANCE)  # as if epsilon were proportional to 1/σ
+        found = optimize.root_scalar(excess, x0=start, x1=second, xtol=_TOLERANCE / 2)
+        return math.exp(found.root)
+
+    # PLD is slow to price too: search near the answer of another accountant.
     with quiet():
         rough = name_for("rdp", segment(1.0))
         multiplier = search(rough, _ROUGHLY, 1.0, 2.0)
-        constant = isinstance(schedule, schedules.Constant)
-        if accountant != rough or not constant:
+        if not isinstance(schedule, schedules.Constant):
+            multiplier = refine(multiplier)
+        elif accountant != rough:
             # Sums of pure epsilons can be far from the other accountants' answer.
-            factor = 2.0 if accountant != rough == "pure" else 1.1
-            multiplier = search(accountant, MAX_DISTINCT, multiplier, factor)
+            multiplier = search(
+                accountant, MAX_DISTINCT, multiplier, 2.0 if rough == "pure" else 1.1
+            )
     while compose([segment(multiplier)], delta, accountant) > epsilon:
         multiplier *= 1 + _TOLERANCE
     optimizer.noise_multiplier = multiplier

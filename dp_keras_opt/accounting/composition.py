@@ -28,9 +28,9 @@ def advanced_composition(epsilons, deltas, slack):
     """
     epsilons = np.asarray(epsilons, np.float64)
     deltas = np.broadcast_to(np.asarray(deltas, np.float64), epsilons.shape)
-    if not np.all((0 < epsilons) & (epsilons < 1)):
+    if not np.all((epsilons > 0) & (epsilons < 1)):
         raise ValueError("epsilons must be in (0, 1): the lemma is for small ones.")
-    if not np.all((0 <= deltas) & (deltas < 1)) or not 0 < slack < 1:
+    if not np.all((deltas >= 0) & (deltas < 1)) or not 0 < slack < 1:
         raise ValueError("deltas must be in [0, 1), and slack in (0, 1).")
     epsilon = math.sqrt(2 * math.log(1 / slack) * np.sum(epsilons**2))
     epsilon += np.sum(epsilons * np.tanh(epsilons / 2))

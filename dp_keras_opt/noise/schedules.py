@@ -214,9 +214,7 @@ def nesterov_optimal(
     recursion = theory.nesterov_recursion(
         strong_convexity, smoothness, learning_rate, steps, authors
     )
-    return _optimal(
-        recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability
-    )
+    return _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability)
 
 
 def multistage_optimal(
@@ -249,9 +247,7 @@ def multistage_optimal(
     """
 
     recursion = theory.multistage_recursion(strong_convexity, smoothness, steps, c, p, authors)
-    return _optimal(
-        recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability
-    )
+    return _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability)
 
 
 def _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, probability):

@@ -18,8 +18,8 @@ class ADPSGD(DPSGD):
 
     θ ← θ − η_t·(clipped mean + noise of std α_t·σC/B), with `schedules.inverse_root_step_size`. At
     equal ε the error bound is smaller than that of constant noise by
-    `theory.adp_improvement(step sizes)`, which grows with the number of steps. The learning rate may
-    be changed later on, like that of any optimizer; the noise stays as it was fixed.
+    `theory.adp_improvement(step sizes)`, which grows with the number of steps. The learning rate
+    may be changed later on, like that of any optimizer; the noise stays as it was fixed.
 
     Args:
         learning_rate: a Keras `LearningRateSchedule` that stays above 0, or a float (then the noise
@@ -37,9 +37,7 @@ class ADPSGD(DPSGD):
     without the extra η_t of its equations (3) and (11).
     """
 
-    def __init__(
-        self, learning_rate, steps, *, clip_norm, batch_size, noise="gaussian", **kwargs
-    ):
+    def __init__(self, learning_rate, steps, *, clip_norm, batch_size, noise="gaussian", **kwargs):
         _refuse_schedule(self, kwargs)
         if callable(learning_rate) and not isinstance(
             learning_rate, keras.optimizers.schedules.LearningRateSchedule
@@ -68,7 +66,7 @@ class ADPSGD(DPSGD):
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
 class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
-    """SGD with the step size η/b_t of AdaGrad-Norm, from privatized gradients, and less noise early.
+    """SGD with AdaGrad-Norm's step size η/b_t, from privatized gradients, and less noise early.
 
     b_t² = b_{t−1}² + max(‖g̃_t‖² − P_t, ν), P_t the expected squared norm of the noise in g̃_t, and
     θ ← θ − η·g̃_t/b_t. The noise follows a guess of b_t that is fixed in advance,
@@ -140,7 +138,9 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         rate = ops.cast(learning_rate, "float32") / ops.sqrt(self._square)
-        self.assign_sub(variable, ops.cast(rate, variable.dtype) * ops.cast(gradient, variable.dtype))
+        self.assign_sub(
+            variable, ops.cast(rate, variable.dtype) * ops.cast(gradient, variable.dtype)
+        )
 
     def get_config(self):
         config = super().get_config()
@@ -155,4 +155,3 @@ def _refuse_schedule(optimizer, kwargs):
             f"{type(optimizer).__name__} makes its own noise schedule. For another one use DPSGD "
             "with noise_schedule=..."
         )
-

@@ -160,9 +160,7 @@ def plan(problem, method, steps, c, size, authors):
         stages, rates = theory.multistage_stages(problem.mu, problem.smoothness, steps, c)
     betas = theory.nesterov_momentum(problem.mu, rates) if base != "GD" else np.zeros(steps)
     restarts = np.diff(stages, prepend=stages[0]) > 0
-    return Plan(
-        rates, betas, restarts, multiplier * alphas * CLIP / size, base in ("NAG", "MASG")
-    )
+    return Plan(rates, betas, restarts, multiplier * alphas * CLIP / size, base in ("NAG", "MASG"))
 
 
 def iterate(plan, gradient, x, draws):
