@@ -192,12 +192,14 @@ class Outer(Factor):
 
     def _gram_norm(self):
         """Σ_ts (a_t·a_s)(b_t·b_s): the squared norm of Σ_t a_t ⊗ b_t, in T² products."""
-        (a, largest_a), (b, largest_b) = (
-            _unit_range(t, (1, 2, 3)) for t in (self.inputs, self.deltas)
-        )
+        # Each term over its own largest entries: huge inputs whose deltas are zero must not make
+        # the other terms vanish beside them.
+        (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
+        sizes, largest = _unit_range(largest_a * largest_b, (1, 2, 3))
+        a *= sizes
         grams = tf.matmul(a, a, transpose_b=True) * tf.matmul(b, b, transpose_b=True)
         norm = tf.sqrt(tf.maximum(tf.reduce_sum(grams, axis=(1, 2, 3)), 0.0))
-        return tf.square(norm * (largest_a * largest_b)[:, 0, 0, 0])
+        return tf.square(norm * largest[:, 0, 0, 0])
 
     def _blocks(self, matrix):
         """The per-example gradients (B, G, some of I, O), times the geometry (G, I, O)."""
