@@ -43,6 +43,39 @@ def prose(path=None):
     return text.read_text(encoding="utf-8")
 
 
+def images(name="digits", path=None, seed=0):
+    """Images of classes, to train and to test with.
+
+    Args:
+        name: "digits", those of scikit-learn, of which `seed` picks a sixth to test with; or
+            "mnist" or "cifar10", which Keras downloads.
+        path: None, or an .npz file of x_train, y_train, x_test, y_test, which is used instead.
+            Integers are taken for pixels of up to 255.
+
+    Returns:
+        ((x, y), (x, y)): x float32 (n, rows, columns, channels), y int32 (n,).
+    """
+    if path:
+        with np.load(path) as file:
+            train, test = ((file[f"x_{part}"], file[f"y_{part}"]) for part in ("train", "test"))
+    elif name == "digits":
+        from sklearn.datasets import load_digits  # which not every example needs
+
+        digits = load_digits()
+        order = np.random.default_rng(seed).permutation(len(digits.target))
+        parts = np.split(order, [len(order) * 5 // 6])
+        train, test = ((digits.images[rows] / 16, digits.target[rows]) for rows in parts)
+    else:
+        train, test = getattr(keras.datasets, name).load_data()
+    return tuple((_pixels(x), np.ravel(y).astype("int32")) for x, y in (train, test))
+
+
+def _pixels(x):
+    """Images as float32, with an axis for channels."""
+    x = x / np.float32(255 if x.dtype.kind in "iu" else 1)
+    return np.float32(x if x.ndim == 4 else x[..., None])
+
+
 def _lines(path):
     """The lines of the ratings file, without the header that recbole's copy has."""
     with open(path, encoding="utf-8") as file:

@@ -130,6 +130,17 @@ def test_the_language_model_trains_on_a_text_of_ones_own(tmp_path):
     assert len(table) == 1 + 2 * 5  # each of two noises with each of five methods
 
 
+def test_doppler_trains_on_images_of_ones_own(tmp_path):
+    rng = np.random.default_rng(4)
+    y = rng.integers(0, 3, 300)
+    x = np.float32(rng.random((300, 8, 8)) < 0.2 + 0.3 * y[:, None, None])
+    parts = {"x_train": x[:250], "y_train": y[:250], "x_test": x[250:], "y_test": y[250:]}
+    np.savez(tmp_path / "my.npz", **parts)
+    run_quickly("doppler", tmp_path / "results", "--data", tmp_path / "my.npz")
+    table = (tmp_path / "results" / "doppler.csv").read_text(encoding="utf-8").splitlines()
+    assert len(table) == 1 + 3 * 2  # each of three optimizers without and with a filter
+
+
 def run_quickly(name, output, *options):
     command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--output", output, *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)

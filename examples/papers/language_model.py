@@ -22,7 +22,6 @@ All runs go into runs_*.csv as they end; whoever starts the script again has the
 Writes language_model.csv, .md and .png to output/papers/language_model.
 """
 
-import csv
 import dataclasses
 import itertools
 import math
@@ -157,18 +156,8 @@ def train(setting, parts, size):
 
 def run(setting, parts, size, path):
     """The result of `train` as a dict: from the table in `path`, or else added to it."""
-    key = {name: str(setting[name]) for name in KEY}
-    with open(path, "a+", newline="", encoding="utf-8") as file:
-        file.seek(0)
-        rows = list(csv.DictReader(file))
-        row = next((row for row in rows if key.items() <= row.items()), None)
-        if row is None:
-            row = key | {name: str(value) for name, value in train(setting, parts, size).items()}
-            writer = csv.DictWriter(file, row)
-            if not rows:
-                writer.writeheader()
-            writer.writerow(row)
-            print(", ".join(f"{name} {row[name]}" for name in (*KEY, "test")), flush=True)
+    key = {name: setting[name] for name in KEY}
+    row = report.remembered(path, key, lambda: train(setting, parts, size))
     numbers = {name: float(value) for name, value in row.items() if name not in TEXTS}
     return row | numbers | {"curve": np.array(row["curve"].split(), float)}
 

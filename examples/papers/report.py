@@ -26,6 +26,32 @@ def mean_and_error(values, axis=0):
     return values.mean(axis=axis), spread / np.sqrt(count)
 
 
+def remembered(path, key, compute):
+    """The row of a run: from the table in `path`, or else computed and added to it.
+
+    Args:
+        path: a CSV file. An experiment that was interrupted goes on with what it holds.
+        key: a dict, the columns that tell runs apart.
+        compute: function without arguments that returns a dict, the other columns; one is "test".
+
+    Returns:
+        A dict of strings.
+    """
+    key = {name: str(value) for name, value in key.items()}
+    with open(path, "a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        rows = list(csv.DictReader(file))
+        row = next((row for row in rows if key.items() <= row.items()), None)
+        if row is None:
+            row = key | {name: str(value) for name, value in compute().items()}
+            writer = csv.DictWriter(file, row)
+            if not rows:
+                writer.writeheader()
+            writer.writerow(row)
+            print(", ".join(f"{name} {row[name]}" for name in (*key, "test")), flush=True)
+    return row
+
+
 def write(folder, name, rows, claim, seen):
     """Writes `rows` as `name`.csv and `name`.md, the latter with claim and verdict, and prints it.
 
