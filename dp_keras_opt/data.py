@@ -165,8 +165,8 @@ def fixed_order_epochs(
 ):
     """Epochs over data that fit in memory, in one order: for correlated noise.
 
-    The order is drawn once; in every epoch each example comes at the same step, so that the steps it
-    takes part in are exactly an epoch's length apart. An incomplete last batch is padded.
+    The order is drawn once; in every epoch each example comes at the same step, so that the steps
+    it takes part in are exactly an epoch's length apart. An incomplete last batch is padded.
 
     Args:
         data, class_weight, adjacency, unit, max_bytes: as for `poisson_batches`.

@@ -19,11 +19,11 @@ from dp_keras_opt.noise.mechanism import Mechanism
 class Correlated(Mechanism):
     """Gaussian noise that is correlated from step to step, accounted as one mechanism.
 
-    The noise multiplier σ is relative to *one* participation: the noise is σ·C_clip·(C⁻¹z)_t, with C
-    of unit column norm (for the tree: of entries 0 and 1). An example that takes part at several
+    The noise multiplier σ is relative to *one* participation: the noise is σ·C_clip·(C⁻¹z)_t, with
+    C of unit column norm (for the tree: of entries 0 and 1). An example that takes part at several
     steps moves C x further, by `sensitivity`, and all steps of a run together are one release with
-    the multiplier σ/sensitivity. Every run of training (a `fit`, a loaded model) begins the mechanism
-    anew.
+    the multiplier σ/sensitivity. Every run of training (a `fit`, a loaded model) begins the
+    mechanism anew.
     """
 
     norm = "l2"
@@ -219,8 +219,8 @@ class TreeAggregation(Correlated):
     Args:
         steps: T, how many steps a run takes at most. Costs ⌊log₂ T⌋ + 1 buffers.
 
-    Reference: Kairouz et al., "Practical and private (deep) learning without sampling or shuffling",
-    ICML 2021.
+    Reference: Kairouz et al., "Practical and private (deep) learning without sampling or
+    shuffling", ICML 2021.
     """
 
     def __init__(self, steps):

@@ -37,6 +37,7 @@ class Mechanism(abc.ABC):
 
     def check_sampling(self, sampling):
         """Refuses a `Sampling` for which the noise cannot be accounted; here none."""
+        return
 
     @abc.abstractmethod
     def unit_noise(self, shapes, source, stream=0):

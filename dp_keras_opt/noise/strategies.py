@@ -1,8 +1,8 @@
 """Strategies of correlated noise: their coefficients, sensitivities and errors, in NumPy.
 
-A strategy is a lower-triangular matrix C; the noise of the steps is C⁻¹z. Written as (C x + z) times
-C⁻¹, all steps together are one Gaussian mechanism on C x, x the clipped sums of the steps: its
-sensitivity is how far one example, with all its participations, moves C x.
+A strategy is a lower-triangular matrix C; the noise of the steps is C⁻¹z. What is released is
+C⁻¹(C x + z), x the clipped sums of the steps: one Gaussian mechanism on C x, whose sensitivity is how
+far one example, with all its participations, moves C x.
 """
 
 import functools
@@ -21,8 +21,8 @@ def square_root_coefficients(count):
 def banded_coefficients(steps, bands):
     """The banded Toeplitz coefficients of least prefix-sum error, of unit norm (a tuple).
 
-    Minimises (mean_t ‖row t of A·C⁻¹‖²)·‖c‖² over c_1, …, c_{b−1} with c_0 = 1, from the square root's
-    coefficients on (L-BFGS).
+    Minimises (mean_t ‖row t of A·C⁻¹‖²)·‖c‖² over c_1, …, c_{b−1} with c_0 = 1, starting from those
+    of the square root (L-BFGS).
 
     Args:
         steps: T.
