@@ -201,7 +201,7 @@ def test_the_streamed_noise_is_the_inverse_times_the_draws(name, options):
         return result, list(source.draws)
 
     step = step if options is None else tf.function(step, autograph=False, **options)
-    for run in range(2):
+    for _run in range(2):
         outputs, draws = zip(*(step() for _ in range(12)), strict=True)
         for part in range(2):
             y, z = (np.array([s[part].numpy() for s in steps]) for steps in (outputs, draws))
@@ -235,10 +235,7 @@ def released_noise(mechanism, dimension=3000, steps=12, sigma=2.0):
 @pytest.mark.parametrize("name", ["banded", "square root", "matrix", "tree", "one band"])
 def test_the_covariance_of_the_released_noise(name):
     """3000 coordinates: an entry's standard error is below 2.6% of its row's variance."""
-    if name == "banded":
-        mechanism = BandedMatrix(12, 3)
-    else:
-        mechanism = MECHANISMS[name]()
+    mechanism = BandedMatrix(12, 3) if name == "banded" else MECHANISMS[name]()
     y = released_noise(mechanism)
     expected = inverse(mechanism) @ inverse(mechanism).T
     actual = y @ y.T / y.shape[1]

@@ -1,8 +1,8 @@
 """Strategies of correlated noise: their coefficients, sensitivities and errors, in NumPy.
 
 A strategy is a lower-triangular matrix C; the noise of the steps is C⁻¹z. What is released is
-C⁻¹(C x + z), x the clipped sums of the steps: one Gaussian mechanism on C x, whose sensitivity is how
-far one example, with all its participations, moves C x.
+C⁻¹(C x + z), x the clipped sums of the steps: one Gaussian mechanism on C x, whose sensitivity is
+how far one example, with all its participations, moves C x.
 """
 
 import functools
