@@ -147,24 +147,57 @@ def poisson_batches(
         for _ in range(steps_per_epoch):
             yield _padded_draw(rng, n, batch_size, physical_batch_size)
 
-    def gather(indices):
-        mask = tf.cast(indices >= 0, tf.float32)
-        batch_x, batch_y, weight = tf.nest.map_structure(
-            lambda values: None if values is None else tf.gather(values, tf.maximum(indices, 0)),
-            (x, y, sample_weight),
-        )
-        weight = tf.nest.map_structure(lambda w: None if w is None else w * mask, weight)
-        return batch_x, batch_y, Rows(mask, weight)
-
     rows = physical_batch_size if physical_batch_size >= n else None
-    dataset = (
-        tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([rows], tf.int64))
-        .map(gather)  # captures the tensors: as constants they could not exceed 2 GB
-        .apply(tf.data.experimental.assert_cardinality(steps_per_epoch))
-        .prefetch(tf.data.AUTOTUNE)
-    )
+    dataset = _gathered((x, y, sample_weight), draws, rows, steps_per_epoch)
     sampling = Sampling.poisson(n, batch_size, adjacency=adjacency, unit=unit)
     return Batches(dataset, sampling, physical_batch_size, steps_per_epoch)
+
+
+def fixed_order_epochs(
+    data,
+    batch_size,
+    *,
+    drop_remainder=False,
+    class_weight=None,
+    adjacency="replace_one",
+    unit="example",
+    max_bytes=4 * 2**30,
+):
+    """Epochs over data that fit in memory, in one order: for correlated noise.
+
+    The order is drawn once; in every epoch each example comes at the same step, so that the steps
+    it takes part in are exactly an epoch's length apart. An incomplete last batch is padded.
+
+    Args:
+        data, class_weight, adjacency, unit, max_bytes: as for `poisson_batches`.
+        batch_size: examples in a batch, from 1 to n.
+        drop_remainder: whether an incomplete last batch is left out.
+
+    Returns:
+        `Batches` of `(x, y, Rows)`, an epoch in each iteration.
+
+    Raises:
+        ValueError, TypeError: as `poisson_batches`.
+    """
+    if isinstance(data, tf.data.Dataset):
+        data = _read(data, _integer("max_bytes", max_bytes))
+    x, y, sample_weight = _tensors(data, _integer("max_bytes", max_bytes))
+    n = len(keras.tree.flatten(x)[0])
+    batch_size = _integer("batch_size", batch_size, at_most=n)
+    if class_weight is not None:
+        sample_weight = _weights_of_classes(y, class_weight, sample_weight)
+    sampling = Sampling.fixed_order(
+        n, batch_size, adjacency, unit=unit, drop_remainder=drop_remainder
+    )
+    steps = sampling.steps_per_epoch
+    order = np.full(steps * batch_size, -1, np.int64)
+    order[:n] = numpy_generator().permutation(n)[: len(order)]
+
+    def epoch():
+        yield from order.reshape(steps, batch_size)
+
+    dataset = _gathered((x, y, sample_weight), epoch, batch_size, steps)
+    return Batches(dataset, sampling, batch_size, steps)
 
 
 def with_public(private, public, public_batch_size=None):
@@ -278,6 +311,33 @@ def assume_sampling(data, sampling):
     except (TypeError, NotImplementedError):  # infinite, unknown or a generator
         steps = None
     return Batches(data, sampling, steps_per_epoch=steps)
+
+
+def _gathered(tensors, draws, rows, steps):
+    """The data set of batches whose examples `draws` yields as indices, -1 for padding.
+
+    Args:
+        tensors: (x, y, sample_weight).
+        draws: function that gives an iterator of int64 arrays.
+        rows: their length, where it is always the same.
+        steps: how many there are.
+    """
+
+    def gather(indices):
+        mask = tf.cast(indices >= 0, tf.float32)
+        batch_x, batch_y, weight = tf.nest.map_structure(
+            lambda values: None if values is None else tf.gather(values, tf.maximum(indices, 0)),
+            tensors,
+        )
+        weight = tf.nest.map_structure(lambda w: None if w is None else w * mask, weight)
+        return batch_x, batch_y, Rows(mask, weight)
+
+    return (
+        tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([rows], tf.int64))
+        .map(gather)  # captures the tensors: as constants they could not exceed 2 GB
+        .apply(tf.data.experimental.assert_cardinality(steps))
+        .prefetch(tf.data.AUTOTUNE)
+    )
 
 
 def _padded_draw(rng, n, batch_size, block):

@@ -201,6 +201,7 @@ class DPModel(PrivateStep, keras.Model):
             batches = call["x"]
             self._sample_as(batches.sampling)
             call["x"], call["shuffle"] = batches.dataset, False
+            _check_steps(batches, call["steps_per_epoch"])
             call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
             object.__setattr__(self, "_block", batches.physical_batch_size)
         else:
@@ -309,6 +310,8 @@ class DPModel(PrivateStep, keras.Model):
             clip_norm=self.optimizer.clip_norm,
             first_step=self._iterations(),
         )
+        if self.optimizer.noise.is_correlated:
+            self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
 
     def _iterations(self):
         return int(self.optimizer.iterations.numpy())
@@ -470,6 +473,16 @@ def _sampling_of_arrays(call, optimizer):
         for name in ("kind", "num_examples", "batch_size")
     )
     return accounted if same else sampling
+
+
+def _check_steps(batches, steps_per_epoch):
+    """Refuses to break off the epochs of data in a fixed order: they would begin anew too soon."""
+    epoch = batches.sampling.steps_per_epoch
+    if batches.sampling.kind == "fixed_order" and steps_per_epoch not in (None, epoch):
+        raise ValueError(
+            f"Data in a fixed order are accounted in whole epochs of {epoch} steps; received "
+            f"steps_per_epoch={steps_per_epoch}. Leave it out."
+        )
 
 
 def _budget_of(callbacks):

@@ -41,7 +41,6 @@ class PrivateStep:
             sums,
             batch_size=optimizer.batch_size,
             alpha=optimizer.noise_schedule.alpha(optimizer.iterations),
-            step=optimizer.iterations,
             source=optimizer.noise_source,
         )
         # The step counter then proves that a batch was used: a graph would advance it without one.

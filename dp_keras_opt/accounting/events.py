@@ -78,6 +78,9 @@ def segment_event(
     Returns:
         A `dp_accounting.DpEvent`, in which steps of equal factors are grouped.
     """
+    private = [release for release in releases if not release.is_public]
+    if any(release.mechanism.is_correlated for release in private):
+        return _run_event(private, sampling, alphas, steps)
     values, counts = _factors(sampling, alphas, steps, max_distinct, optimistic)
     if not len(values):
         return dp_accounting.NoOpDpEvent()
@@ -90,6 +93,31 @@ def segment_event(
         for event, count in zip(each_step, counts, strict=True)
     ]
     return composed[0] if len(composed) == 1 else dp_accounting.ComposedDpEvent(composed)
+
+
+def _run_event(releases, sampling, alphas, steps):
+    """All steps of a run of correlated noise: one release for each of `releases`."""
+    if not steps:
+        return dp_accounting.NoOpDpEvent()
+    if np.ndim(alphas) or alphas != 1:
+        raise ValueError("Correlated noise is accounted with constant noise only.")
+    separation = {"full": 1, "fixed_order": sampling.steps_per_epoch}.get(sampling.kind)
+    if separation is None:
+        raise ValueError(f"Correlated noise is not accounted with {sampling.kind!r} sampling.")
+    separation = None if separation >= steps else separation
+    moved = [
+        _sensitivity(release, sampling.noise_adjacency)
+        * release.mechanism.sensitivity(steps, separation)
+        for release in releases
+    ]
+    if any(release.multiplier == 0 for release in releases):
+        return dp_accounting.NonPrivateDpEvent()
+    return _joint(
+        [
+            release.mechanism.event(release.multiplier / distance)
+            for release, distance in zip(releases, moved, strict=True)
+        ]
+    )
 
 
 def _joint(events):
@@ -116,11 +144,11 @@ def _sampled(event, sampling):
 def _factors(sampling, alphas, steps, max_distinct, optimistic):
     """The distinct schedule factors, and how many releases each of them has."""
     if np.ndim(alphas) == 0:
-        if sampling.kind == "shuffled":
+        if sampling.in_epochs:
             steps = -(-steps // sampling.steps_per_epoch)  # every started epoch counts
         return ([alphas], [steps]) if steps else ([], [])
     alphas = np.asarray(alphas, np.float64)
-    if sampling.kind == "shuffled" and len(alphas):
+    if sampling.in_epochs and len(alphas):
         # An example is in one step of the epoch, at worst in the one with the least noise.
         alphas = np.minimum.reduceat(alphas, np.arange(0, len(alphas), sampling.steps_per_epoch))
     return _rounded(*np.unique(alphas, return_counts=True), max_distinct, optimistic)

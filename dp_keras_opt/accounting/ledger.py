@@ -257,12 +257,14 @@ class Ledger:
         self._pending -= reserved
         current = self._current
         broke_off = current.steps % current.sampling.steps_per_epoch
-        if current.sampling.kind == "shuffled" and broke_off and not self._pending:
+        if current.sampling.in_epochs and broke_off and not self._pending:
             # The next pass over the data may start afresh, and then is an epoch of its own.
             self.close()
-            self._current = dataclasses.replace(
-                current, run=secrets.token_hex(16), first_step=current.last_step, steps=0
-            )
+            if not any(release.mechanism.is_correlated for release in current.releases):
+                # Correlated noise must begin anew first: whoever trains on calls `begin`.
+                self._current = dataclasses.replace(
+                    current, run=secrets.token_hex(16), first_step=current.last_step, steps=0
+                )
 
     def epsilon(self, delta, accountant="rdp", exact=False):
         """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
@@ -382,8 +384,13 @@ class Ledger:
             )
 
     def _steps_left(self):
-        length = self._current.schedule.length
-        return math.inf if length is None else max(length - self._current.last_step, 0)
+        current = self._current
+        ends = [math.inf if current.schedule.length is None
+                else current.schedule.length - current.last_step]  # fmt: skip
+        for release in current.releases:  # a segment is a run of correlated noise
+            length = getattr(release.mechanism, "length", None)
+            ends.append(math.inf if length is None else length - current.steps)
+        return max(min(ends), 0)
 
     def _add(self, steps):
         self._current = dataclasses.replace(self._current, steps=self._current.steps + steps)

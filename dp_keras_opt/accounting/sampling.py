@@ -11,12 +11,14 @@ ADJACENCIES = {
     "without_replacement": ("replace_one", "zero_out"),
     "full": ("add_or_remove_one", "zero_out", "replace_one"),
     "shuffled": ("replace_one", "zero_out"),
+    "fixed_order": ("replace_one", "zero_out"),
     "shuffled_accounted_as_poisson": ("add_or_remove_one", "zero_out", "replace_one"),
 }
 
 _WHY_NOT_ADD_OR_REMOVE = {
     "without_replacement": "with the batch size fixed, an added example displaces another",
     "shuffled": "an added example shifts all later batches",
+    "fixed_order": "an added example shifts all later batches",
 }
 
 
@@ -35,8 +37,8 @@ class Sampling:
     Use the class methods, one for each kind of sampling.
 
     Attributes:
-        kind: "poisson", "without_replacement", "full", "shuffled" or
-            "shuffled_accounted_as_poisson".
+        kind: "poisson", "without_replacement", "full", "shuffled",
+            "shuffled_accounted_as_poisson" or "fixed_order".
         num_examples: n, the number of privacy units in the training set.
         batch_size: B, the *expected* batch size, a public constant.
         adjacency: which data sets are neighbours. "add_or_remove_one": one unit more or fewer;
@@ -85,10 +87,10 @@ class Sampling:
                 f"unit must be the privacy unit in words, e.g. 'rating'; received {self.unit!r}."
             )
         if not isinstance(self.drop_remainder, bool) or (
-            self.drop_remainder and not self.kind.startswith("shuffled")
+            self.drop_remainder and not self.kind.startswith(("shuffled", "fixed_order"))
         ):
             raise ValueError(
-                "drop_remainder must be True or False, and only shuffled epochs have a "
+                "drop_remainder must be True or False, and only epochs over the data have a "
                 f"remainder; received {self.drop_remainder!r} with {self.kind!r} sampling."
             )
         object.__setattr__(self, "num_examples", n)
@@ -145,6 +147,27 @@ class Sampling:
         kind = "shuffled_accounted_as_poisson"
         return cls(kind, num_examples, batch_size, adjacency, unit, drop_remainder)
 
+    @classmethod
+    def fixed_order(
+        cls,
+        num_examples,
+        batch_size,
+        adjacency="replace_one",
+        *,
+        unit="example",
+        drop_remainder=False,
+    ):
+        """Epochs in one order, the same in each: an example's steps are an epoch's length apart.
+
+        What correlated noise needs; accounted without amplification, like `shuffled`.
+        """
+        return cls("fixed_order", num_examples, batch_size, adjacency, unit, drop_remainder)
+
+    @property
+    def in_epochs(self):
+        """Whether each unit comes at most once an epoch, without amplification by sampling."""
+        return self.kind in ("shuffled", "fixed_order")
+
     @property
     def sampling_probability(self):
         """q = B/n, the chance of a unit to be in a given batch."""
@@ -186,6 +209,9 @@ class Sampling:
             "amplification by sampling.",
             "shuffled": f"Shuffled epochs of {self.steps_per_epoch} steps in which each {unit} "
             "comes at most once, accounted without amplification by sampling.",
+            "fixed_order": f"Epochs of {self.steps_per_epoch} steps in one fixed order, in which "
+            f"each {unit} comes at most once, always at the same step; accounted without "
+            "amplification by sampling.",
             "shuffled_accounted_as_poisson": "HEURISTIC, NOT A PROVEN GUARANTEE: the data were "
             f"shuffled, but accounted as if each {unit} were in each batch independently with "
             f"probability {chance} (Poisson sampling); the true epsilon may be larger.",

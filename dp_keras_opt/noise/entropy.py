@@ -29,8 +29,35 @@ class NoiseSource:
                 stacklevel=2,
             )
             state = np.random.SeedSequence(seed).generate_state(3, np.uint64).view(np.int64)
+        self._memories = {}
         with tf.init_scope():
             self._generator = tf.random.Generator.from_state(state, alg="philox")
+
+    def remember(self, stream, slots, shapes):
+        """Makes the memory of a stream of correlated noise: so many buffers for each variable.
+
+        The buffers are past noise, as secret as the generator, and like it saved nowhere.
+        """
+        with tf.init_scope():
+            self._memories[stream] = (
+                tf.Variable(0, dtype=tf.int64, trainable=False),
+                [tf.Variable(tf.zeros((slots, *shape)), trainable=False) for shape in shapes],
+            )
+
+    def memory(self, stream):
+        """(steps of the run so far, buffers) of a stream."""
+        return self._memories[stream]
+
+    def restart(self):
+        """Begins all streams anew: a new run of the mechanism."""
+        for step, buffers in self._memories.values():
+            step.assign(0)
+            for buffer in buffers:
+                buffer.assign(tf.zeros_like(buffer))
+
+    def step(self, stream):
+        """Steps of the run so far."""
+        return self._memories[stream][0].read_value()
 
     def normal(self, shape):
         """Fresh standard normals of the given static shape, float32."""

@@ -21,7 +21,7 @@ class Gaussian(Mechanism):
     def event(self, multiplier):
         return dp_accounting.GaussianDpEvent(multiplier)
 
-    def unit_noise(self, shapes, source):
+    def unit_noise(self, shapes, source, stream=0):
         return [source.normal(shape) for shape in shapes]
 
     def std(self, step):

@@ -27,7 +27,7 @@ class Laplace(Mechanism):
     def event(self, multiplier):
         return dp_accounting.LaplaceDpEvent(multiplier)
 
-    def unit_noise(self, shapes, source):
+    def unit_noise(self, shapes, source, stream=0):
         return [source.laplace(shape) for shape in shapes]
 
     def std(self, step):

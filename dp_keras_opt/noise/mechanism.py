@@ -32,13 +32,27 @@ class Mechanism(abc.ABC):
     def event(self, multiplier):
         """The `dp_accounting.DpEvent` of one release whose noise is `multiplier` × sensitivity."""
 
+    #: Whether the noise of a step depends on that of earlier ones (`correlated.Correlated`).
+    is_correlated = False
+
+    def check_sampling(self, sampling):
+        """Refuses a `Sampling` for which the noise cannot be accounted; here none."""
+        return
+
     @abc.abstractmethod
-    def unit_noise(self, shapes, source):
-        """Fresh unit draws, one float32 tensor for each of `shapes`, from the `NoiseSource`."""
+    def unit_noise(self, shapes, source, stream=0):
+        """Unit draws, one float32 tensor for each of `shapes`, from the `NoiseSource`.
+
+        Args:
+            shapes: of the variables.
+            source: where randomness, and the memory of past noise, come from.
+            stream: which of the releases of a step they are for; each has a memory of its own.
+        """
 
     @abc.abstractmethod
     def std(self, step):
-        """Standard deviation of one coordinate of the unit noise of step `step` (from 0)."""
+        """Standard deviation of one coordinate of the unit noise of step `step` of the run (from
+        0), a number or a scalar tensor."""
 
     def get_config(self):
         """Constructor arguments, as in Keras."""

@@ -20,7 +20,7 @@ class Released(NamedTuple):
     square: list | None = None
 
 
-def release(releases, queries, sums, *, batch_size, alpha, step, source):
+def release(releases, queries, sums, *, batch_size, alpha, source):
     """Adds the noise and divides by the expected batch size (spec: core.md, step 4).
 
     A function and not a method, so that no optimizer can override it.
@@ -31,7 +31,6 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
         sums: for each query the clipped sums, one tensor per variable.
         batch_size: the *expected* batch size B, a public constant.
         alpha: the noise schedule's factor of this step.
-        step: the step number from 0, for mechanisms whose variance depends on it.
         source: the `NoiseSource` to draw from.
 
     Returns:
@@ -42,7 +41,7 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
             rows would be released as public.
     """
     answers = []
-    for part in releases:
+    for index, part in enumerate(releases):
         if part.statistic == "public_values":
             answers.append(Released([], 0.0))
             continue
@@ -53,21 +52,28 @@ def release(releases, queries, sums, *, batch_size, alpha, step, source):
             answers.append(Released(list(total), 0.0))
             continue
         if part.statistic == "mean_and_square":
-            answers.append(_mean_and_square(part, query, total, batch_size, alpha, step, source))
+            answers.append(_mean_and_square(part, query, total, batch_size, alpha, source, index))
             continue
         if part.multiplier == 0:  # without noise, also where the clip norm is infinite: 0·∞ = 0
             answers.append(Released([value / batch_size for value in total], 0.0))
             continue
         _check_norm(part, query.norm)
         scale = part.multiplier * alpha * query.sensitivity
-        noise = part.mechanism.unit_noise([value.shape for value in total], source)
+        std = _std(part, source, index)
+        noise = part.mechanism.unit_noise([value.shape for value in total], source, (index, 0))
         answers.append(
             Released(
                 [(value + scale * z) / batch_size for value, z in zip(total, noise, strict=True)],
-                tf.cast(scale * part.mechanism.std(step) / batch_size, tf.float32),
+                tf.cast(scale * std / batch_size, tf.float32),
             )
         )
     return answers
+
+
+def _std(part, source, index):
+    """Std of a coordinate of the unit noise that is drawn next."""
+    step = source.step((index, 0)) if part.mechanism.is_correlated else 0
+    return part.mechanism.std(step)
 
 
 def _check_norm(part, norm):
@@ -78,7 +84,7 @@ def _check_norm(part, norm):
         )
 
 
-def _mean_and_square(part, query, total, batch_size, alpha, step, source):
+def _mean_and_square(part, query, total, batch_size, alpha, source, index):
     """(g, g²) as one release of joint sensitivity S: noise σS on g, σS/√λ on g²."""
     joint = part.joint
     mean = [value / batch_size for value in total]
@@ -93,10 +99,11 @@ def _mean_and_square(part, query, total, batch_size, alpha, step, source):
     _check_norm(part, query.norm)
     scale = part.multiplier * alpha * joint.sensitivity(query.clip_norm, batch_size)
     shapes = [g.shape for g in mean]
-    on_mean = part.mechanism.unit_noise(shapes, source)
-    on_square = part.mechanism.unit_noise(shapes, source)
+    std = _std(part, source, index)
+    on_mean = part.mechanism.unit_noise(shapes, source, (index, 0))
+    on_square = part.mechanism.unit_noise(shapes, source, (index, 1))
     return Released(
         [g + scale * z for g, z in zip(mean, on_mean, strict=True)],
-        tf.cast(scale * part.mechanism.std(step), tf.float32),
+        tf.cast(scale * std, tf.float32),
         [s + scale / joint.weight**0.5 * z for s, z in zip(square, on_square, strict=True)],
     )

@@ -81,6 +81,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
         return self.second_moment.releases(self, noise_multiplier)
 
     def check_sampling(self, sampling):
+        super().check_sampling(sampling)
         self.second_moment.check_sampling(sampling)
 
     @property

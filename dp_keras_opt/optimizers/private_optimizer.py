@@ -239,10 +239,26 @@ class PrivateOptimizer:
                 stacklevel=2,
             )
         super().build(variables)
+        self._remember_noise(variables)
         if self.projection is not None:
             self.projection.build(self)
         if self.gradient_filter is not None:
             self.gradient_filter.build(self, variables)
+
+    def _remember_noise(self, variables):
+        """Makes the memory of correlated noise, for each draw that a step takes."""
+        if not self.noise.is_correlated:
+            return
+        if not isinstance(self.noise_schedule, noise.schedules.Constant):
+            raise ValueError(
+                f"{type(self.noise).__name__} noise and a noise_schedule are not accounted "
+                "together. Leave noise_schedule out."
+            )
+        shapes = [tuple(variable.shape) for variable in variables]
+        for index, release in enumerate(self.releases_for(1.0)):
+            if not release.is_public and release.multiplier:
+                for part in range(2 if release.statistic == "mean_and_square" else 1):
+                    self.noise_source.remember((index, part), self.noise.slots, shapes)
 
     def check_projection(self):
         """Refuses a projection where the rule does not work in a subspace."""
@@ -286,7 +302,8 @@ class PrivateOptimizer:
     # What is asked of the data.
 
     def check_sampling(self, sampling):
-        """Refuses a `Sampling` for which this optimizer's sensitivity would not hold; here none."""
+        """Refuses a `Sampling` for which sensitivity or noise would not be as accounted."""
+        self.noise.check_sampling(sampling)
 
     def prepare(self, variables):
         """Moves the variables to the point where the gradient is taken; here they are there."""

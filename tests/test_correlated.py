@@ -1,0 +1,468 @@
+"""Correlated noise: strategies, streaming, sensitivity by brute force, accounting."""
+
+import itertools
+import math
+
+import dp_accounting
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dp_keras_opt as dp
+from dp_keras_opt import noise
+from dp_keras_opt.accounting import Sampling
+from dp_keras_opt.noise import BandedMatrix, SquareRootFactorization, TreeAggregation, strategies
+from dp_keras_opt.noise.entropy import NoiseSource
+from dp_keras_opt.optimizers import DPSGD, DPAdam
+
+ROWS = 24
+
+
+def lower(steps, seed=0, bands=None):
+    matrix = np.tril(np.random.default_rng(seed).uniform(0.1, 1, (steps, steps)))
+    if bands:
+        matrix -= np.tril(matrix, -bands)
+    return matrix
+
+
+MECHANISMS = {
+    "banded": lambda: BandedMatrix(12, 4),
+    "one band": lambda: BandedMatrix(12, 1),
+    "square root": lambda: SquareRootFactorization(12, 12),
+    "truncated": lambda: SquareRootFactorization(12, 5),
+    "matrix": lambda: noise.from_matrix(lower(12)),
+    "banded matrix": lambda: noise.from_matrix(lower(12, bands=3)),
+    "diagonal": lambda: noise.from_matrix(np.diag(np.arange(1.0, 13.0))),
+    "tree": lambda: TreeAggregation(12),
+}
+
+
+def inverse(mechanism, steps=12):
+    """What the draws are multiplied with, (steps, draws), from the specification."""
+    if isinstance(mechanism, TreeAggregation):
+        # One draw a step, for the node that begins then; prefix t has the nodes of t's binary form.
+        prefixes = np.zeros((steps + 1, steps))
+        for t in range(1, steps + 1):
+            end, rest = 0, t
+            for level in reversed(range(t.bit_length())):
+                if rest >> level & 1:
+                    end += 2**level
+                    prefixes[t, end - 1] += 1
+        return np.diff(prefixes, axis=0)
+    if isinstance(mechanism, noise.correlated.FromMatrix):
+        return np.linalg.inv(mechanism.matrix)
+    return np.linalg.inv(strategies.toeplitz(mechanism._rows, steps))
+
+
+class Recorded(NoiseSource):
+    """Remembers the draws that it gives out."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws = []
+
+    def normal(self, shape):
+        draw = super().normal(shape)
+        self.draws.append(draw)
+        return draw
+
+
+# Strategies.
+
+
+def test_the_square_root_squared_is_the_prefix_sums():
+    c = strategies.toeplitz(strategies.square_root_coefficients(20), 20)
+    np.testing.assert_allclose(c @ c, np.tril(np.ones((20, 20))), atol=1e-12)
+
+
+@pytest.mark.parametrize(("steps", "bands"), [(50, 5), (30, 30), (200, 16)])
+def test_the_banded_coefficients_are_a_minimum(steps, bands):
+    def error(tail):
+        c = strategies.toeplitz(np.append(1.0, tail), steps)
+        rows = np.tril(np.ones((steps, steps))) @ np.linalg.inv(c)
+        return np.mean(np.sum(rows**2, axis=1)) * np.sum(np.append(1.0, tail) ** 2)
+
+    c = np.array(strategies.banded_coefficients(steps, bands))
+    assert np.linalg.norm(c) == pytest.approx(1) and c[0] > 0
+    tail = c[1:] / c[0]
+    best = error(tail)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        assert error(tail + 1e-3 * rng.normal(size=bands - 1)) > best * (1 - 1e-6)
+    square_root = strategies.square_root_coefficients(bands)[1:]
+    assert best < error(square_root) and best < error(np.zeros(bands - 1))
+
+
+def test_prefix_sum_errors_order_the_mechanisms():
+    errors = [
+        noise.prefix_sum_rmse(m, 256)
+        for m in (
+            BandedMatrix(256, 256),
+            SquareRootFactorization(256, 256),
+            TreeAggregation(256),
+            None,
+        )
+    ]
+    assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_prefix_sum_rmse_equals_its_definition(name):
+    mechanism = MECHANISMS[name]()
+    rows = np.tril(np.ones((12, 12))) @ inverse(mechanism)
+    expected = math.sqrt(np.mean(np.sum(rows**2, axis=1))) * mechanism.sensitivity(12)
+    assert noise.prefix_sum_rmse(mechanism, 12) == pytest.approx(expected)
+
+
+# Sensitivity, by brute force.
+
+
+def brute_force(matrix, separation, exact):
+    """The largest ‖C x‖ over all patterns: `separation` apart, or at least so far."""
+    steps, largest = len(matrix), 0.0
+    for pattern in itertools.product((0, 1), repeat=steps):
+        gaps = np.diff(np.flatnonzero(pattern))
+        allowed = np.all(gaps == separation) if exact else np.all(gaps >= separation)
+        if allowed:
+            largest = max(largest, np.linalg.norm(matrix @ np.array(pattern)))
+    return largest
+
+
+@pytest.mark.parametrize("separation", [1, 3, 4, 7, 20])
+@pytest.mark.parametrize("steps", [1, 5, 10])
+def test_sensitivity_against_all_patterns(steps, separation):
+    for bands in {1, min(3, steps), steps}:
+        mechanism = SquareRootFactorization(steps, bands)
+        c = strategies.toeplitz(mechanism._rows, steps)
+        expected = brute_force(c, separation, exact=False)
+        assert mechanism.sensitivity(steps, separation) == pytest.approx(expected)
+    mechanism = noise.from_matrix(lower(steps))
+    expected = brute_force(mechanism.matrix, separation, exact=True)
+    assert mechanism.sensitivity(steps, separation) == pytest.approx(expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 1000))
+def test_matrices_of_any_sign_are_bounded(steps, separation, seed):
+    """For vector contributions of norm 1, random ones: ‖Σ u_j C_j‖ never exceeds the bound."""
+    rng = np.random.default_rng(seed)
+    matrix = np.tril(rng.normal(size=(steps, steps)))
+    np.fill_diagonal(matrix, rng.uniform(0.5, 1, steps))
+    mechanism = noise.from_matrix(matrix)
+    bound = mechanism.sensitivity(steps, separation)
+    for first in range(steps):
+        chosen = np.arange(first, steps, separation)
+        for _ in range(10):
+            u = rng.normal(size=(len(chosen), 3))
+            u /= np.linalg.norm(u, axis=1, keepdims=True)
+            assert np.linalg.norm(mechanism.matrix[:, chosen] @ u) <= bound + 1e-9
+
+
+@pytest.mark.parametrize("separation", [1, 3, 5, 16])
+@pytest.mark.parametrize("steps", [1, 6, 12])
+def test_the_tree_is_bounded_by_its_nodes(steps, separation):
+    levels = steps.bit_length()
+    nodes = [
+        [1.0 if t // 2**level == node else 0.0 for t in range(steps)]
+        for level in range(levels)
+        for node in range(-(-steps // 2**level))
+    ]
+    exact = max(
+        np.linalg.norm(np.array(nodes)[:, first::separation].sum(axis=1))
+        for first in range(separation)
+    )
+    mechanism = TreeAggregation(steps)
+    assert mechanism.sensitivity(steps, separation) >= exact - 1e-9
+    assert mechanism.sensitivity(steps) == pytest.approx(math.sqrt(levels))
+
+
+def test_a_shorter_run_costs_no_more():
+    for name, make in MECHANISMS.items():
+        moved = [make().sensitivity(t, 4) for t in range(1, 13)]
+        assert np.all(np.diff(moved) >= -1e-12), name
+
+
+# Streaming.
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, None])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_streamed_noise_is_the_inverse_times_the_draws(name, options):
+    mechanism, source = MECHANISMS[name](), Recorded()
+    shapes = [(2, 3), (4,)]
+    source.remember(0, mechanism.slots, shapes)
+
+    def step():
+        source.draws.clear()
+        result = mechanism.unit_noise(shapes, source)
+        return result, list(source.draws)
+
+    step = step if options is None else tf.function(step, autograph=False, **options)
+    for _run in range(2):
+        outputs, draws = zip(*(step() for _ in range(12)), strict=True)
+        for part in range(2):
+            y, z = (np.array([s[part].numpy() for s in steps]) for steps in (outputs, draws))
+            expected = np.tensordot(inverse(mechanism), z.astype(np.float64), 1)
+            np.testing.assert_allclose(y, expected, atol=1e-4 * np.abs(expected).max())
+        source.restart()
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_standard_deviations_are_the_row_norms(name):
+    mechanism = MECHANISMS[name]()
+    expected = np.linalg.norm(inverse(mechanism), axis=1)
+    actual = [float(mechanism.std(tf.constant(t, tf.int64))) for t in range(12)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def released_noise(mechanism, dimension=3000, steps=12, sigma=2.0):
+    """The noise in the released mean gradients of a training, in units of σC/B: (steps, d)."""
+    inputs = keras.Input((dimension,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1, use_bias=False)(inputs))
+    optimizer = DPSGD(0.1, clip_norm=0.5, batch_size=8, noise_multiplier=sigma, noise=mechanism)
+    model.compile(optimizer, "mse")
+    data = np.zeros((ROWS, dimension), "float32"), np.zeros((ROWS, 1), "float32")
+    released = []
+    model.observe_releases(lambda queries, parts: released.append(parts[0].value[0].numpy()))
+    model.run_eagerly = True
+    model.fit(dp.data.fixed_order_epochs(data, 8), epochs=steps // 3, verbose=0)
+    return np.array(released)[..., 0] * 8 / (sigma * 0.5)
+
+
+@pytest.mark.parametrize("name", ["banded", "square root", "matrix", "tree", "one band"])
+def test_the_covariance_of_the_released_noise(name):
+    """3000 coordinates: an entry's standard error is below 2.6% of its row's variance."""
+    mechanism = BandedMatrix(12, 3) if name == "banded" else MECHANISMS[name]()
+    y = released_noise(mechanism)
+    expected = inverse(mechanism) @ inverse(mechanism).T
+    actual = y @ y.T / y.shape[1]
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
+    assert np.abs((actual - expected) / scale).max() < 0.13  # five standard errors
+    for factor in (2 / 3, 1.5):
+        wrong = factor**2 * expected
+        assert np.abs((actual - wrong) / scale).max() > 0.13
+
+
+def test_one_band_is_dp_sgd_bit_for_bit():
+    finals = []
+    for mechanism in ("gaussian", BandedMatrix(9, 1)):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
+        with pytest.warns(UserWarning, match="seed"):
+            optimizer = DPSGD(
+                0.1, clip_norm=0.5, batch_size=8, noise_multiplier=1.0, noise=mechanism, seed=3
+            )
+        model.compile(optimizer, "mse")
+        model.sampling = Sampling.fixed_order(ROWS, 8)
+        rng = np.random.default_rng(0)
+        for _ in range(9):
+            model.train_on_batch(rng.normal(size=(8, 4)), rng.normal(size=(8, 3)))
+        finals.append(model.get_weights())
+    for a, b in zip(*finals, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# Accounting.
+
+
+def sgd(mechanism, multiplier=1.0, batch_size=8, **kwargs):
+    return DPSGD(
+        0.1, clip_norm=1.0, batch_size=batch_size, noise_multiplier=multiplier, noise=mechanism,
+        **kwargs,
+    )  # fmt: skip
+
+
+def gaussian_epsilon(multiplier, delta):
+    accountant = dp_accounting.rdp.RdpAccountant()
+    return accountant.compose(dp_accounting.GaussianDpEvent(multiplier)).get_epsilon(delta)
+
+
+def test_the_bandmf_setting_of_the_paper():
+    """b = 128, T = 2000, at most 3 participations, δ = 1e-7: ε = 10.05 and 149.9."""
+    sampling = Sampling.fixed_order(700 * 100, 100, "zero_out")
+    mechanism = BandedMatrix(2000, 128)
+    for sigma, expected in ((1.0, 10.05), (0.134, 149.9)):
+        optimizer = sgd(mechanism, sigma, 100)
+        tight = dp.accounting.epsilon(optimizer, sampling, 2000, 1e-7, accountant="pld")
+        assert tight == pytest.approx(expected, abs=0.06)
+        actual = dp.accounting.epsilon(optimizer, sampling, 2000, 1e-7)
+        assert actual == pytest.approx(gaussian_epsilon(sigma / math.sqrt(3), 1e-7), rel=1e-6)
+
+
+def test_a_replaced_example_moves_twice_as_far():
+    mechanism = BandedMatrix(30, 3)
+    zero, replaced = (Sampling.fixed_order(80, 8, a) for a in ("zero_out", "replace_one"))
+    a = dp.accounting.epsilon(sgd(mechanism, 2.0), zero, 30, 1e-5)
+    b = dp.accounting.epsilon(sgd(mechanism, 4.0), replaced, 30, 1e-5)
+    assert a == pytest.approx(b) == pytest.approx(gaussian_epsilon(2 / math.sqrt(3), 1e-5))
+
+
+def test_calibrates_the_whole_run():
+    sampling, mechanism = Sampling.fixed_order(80, 8), BandedMatrix(30, 10)
+    optimizer = sgd(mechanism, None)
+    dp.accounting.calibrate(optimizer, sampling, 30, epsilon=2.0, delta=1e-5)
+    spent = dp.accounting.epsilon(optimizer, sampling, 30, 1e-5)
+    assert 0.999 * 2.0 < spent <= 2.0
+
+
+def test_independent_noise_in_a_fixed_order_costs_one_release_an_epoch():
+    ours = dp.accounting.epsilon(sgd("gaussian", 2.0), Sampling.fixed_order(80, 8), 25, 1e-5)
+    shuffled = dp.accounting.epsilon(sgd("gaussian", 2.0), Sampling.shuffled(80, 8), 25, 1e-5)
+    assert ours == shuffled
+
+
+def fit(optimizer, epochs=1, model=None):
+    if model is None:
+        inputs = keras.Input((4,))
+        model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
+        model.compile(optimizer, "mse")
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(ROWS, 4)), rng.normal(size=(ROWS, 3))
+    model.fit(dp.data.fixed_order_epochs(data, 8), epochs=epochs, verbose=0)
+    return model
+
+
+def test_each_fit_is_a_run_of_its_own():
+    """The second begins with fresh noise, and the two mechanisms compose."""
+    model = fit(sgd(SquareRootFactorization(12, 6)), epochs=2)
+    source = model.optimizer.noise_source
+    assert int(source.step((0, 0))) == 6
+    first = model.ledger.epsilon(1e-5)
+    fit(None, epochs=2, model=model)
+    assert int(source.step((0, 0))) == 6
+    moved = 2 * SquareRootFactorization(12, 6).sensitivity(6, 3)
+    assert first == pytest.approx(gaussian_epsilon(1 / moved, 1e-5))
+    assert model.ledger.epsilon(1e-5) == pytest.approx(
+        gaussian_epsilon(1 / (moved * math.sqrt(2)), 1e-5)
+    )
+
+
+def test_a_loaded_model_begins_a_new_run_and_remembers_no_noise(tmp_path):
+    model = fit(sgd(BandedMatrix(12, 3)), epochs=2)
+    model.save(tmp_path / "model.keras")
+    sizes = [int(np.prod(v.shape)) for v in model.optimizer.variables]
+    assert sizes == [1, 1]  # step counter and learning rate: no buffer is among them
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.ledger.epsilon(1e-5) == pytest.approx(model.ledger.epsilon(1e-5))
+    assert loaded.optimizer.noise == BandedMatrix(12, 3)
+    fit(None, epochs=1, model=loaded)
+    assert int(loaded.optimizer.noise_source.step((0, 0))) == 3
+    assert loaded.ledger.epsilon(1e-5) > model.ledger.epsilon(1e-5)
+
+
+@pytest.mark.parametrize(
+    "second_moment",
+    ["post_processing", "bias_corrected", "scale_then_privatize",
+     dp.optimizers.moments.Independent(8, "replace_one")],
+)  # fmt: skip
+def test_works_with_every_second_moment(second_moment):
+    optimizer = DPAdam(
+        second_moment=second_moment, gradient_filter="f1", clip_norm=1.0, batch_size=8,
+        noise_multiplier=1.0, noise=BandedMatrix(9, 3), epsilon=1e-3,
+    )  # fmt: skip
+    model = fit(optimizer, epochs=3)
+    assert np.isfinite(model.get_weights()[0]).all()
+    streams = 2 if not isinstance(second_moment, str) else 1
+    assert len(optimizer.noise_source._memories) == streams
+    assert all(int(step) == 9 for step, _ in optimizer.noise_source._memories.values())
+
+
+def test_bias_correction_follows_the_row_norms():
+    mechanism = SquareRootFactorization(6, 6)
+    optimizer = DPAdam(
+        second_moment="bias_corrected", clip_norm=1.0, batch_size=8, noise_multiplier=1.0,
+        noise=mechanism,
+    )  # fmt: skip
+    fit(optimizer, epochs=2)
+    variances = (np.linalg.norm(inverse(mechanism, 6), axis=1) / 8) ** 2
+    expected = 0.0
+    for variance in variances:
+        expected = 0.999 * expected + 0.001 * variance
+    assert float(optimizer.second_moment._power) == pytest.approx(expected, rel=1e-4)
+
+
+def test_delayed_preconditioners_take_it():
+    optimizer = dp.optimizers.DP2RMSprop(
+        delay=(2, 1), clip_norm=1.0, adaptive_clip_norm=1.0, batch_size=8, noise_multiplier=1.0,
+        noise=BandedMatrix(9, 3), epsilon=1e-2, ablation="extra_query",
+    )  # fmt: skip
+    model = fit(optimizer, epochs=3)
+    assert len(optimizer.noise_source._memories) == 2
+    moved = 2 * math.sqrt(3) * math.sqrt(2)
+    assert model.ledger.epsilon(1e-5) == pytest.approx(gaussian_epsilon(1 / moved, 1e-5))
+
+
+# Data in a fixed order.
+
+
+def test_fixed_order_epochs():
+    x = np.arange(10.0)[:, None]
+    batches = dp.data.fixed_order_epochs((x, x), 4)
+    assert batches.sampling == Sampling.fixed_order(10, 4) and batches.steps_per_epoch == 3
+    epochs = [[(b[0].numpy(), b[2].mask.numpy()) for b in batches.dataset] for _ in range(2)]
+    for (first, mask), (second, _) in zip(*epochs, strict=True):
+        np.testing.assert_array_equal(first, second)
+        assert len(first) == 4 and set(mask) <= {0.0, 1.0}
+    seen = np.concatenate([values[mask > 0].ravel() for values, mask in epochs[0]])
+    assert sorted(seen) == list(range(10)) and list(seen) != list(range(10))
+    dropped = dp.data.fixed_order_epochs((x, x), 4, drop_remainder=True)
+    assert dropped.sampling.steps_per_epoch == len(list(dropped.dataset)) == 2
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BandedMatrix(4, 5), "exceeds steps=4"),
+        (lambda: SquareRootFactorization(4, 0), "positive integer"),
+        (lambda: TreeAggregation(0), "positive integer"),
+        (lambda: noise.from_matrix(np.ones((3, 3))), "lower-triangular"),
+        (lambda: noise.from_matrix(np.tril(np.ones((3, 3)), -1)), "positive diagonal"),
+        (lambda: noise.from_matrix(np.ones((3, 2))), "square matrix"),
+        (lambda: noise.from_matrix([[np.nan]]), "finite"),
+    ],
+)
+def test_refuses_strategies_that_are_none(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("sampling", [Sampling.poisson(ROWS, 8), Sampling.shuffled(ROWS, 8)])
+def test_refuses_sampling_in_which_steps_are_not_known(sampling):
+    with pytest.raises(ValueError, match="fixed order"):
+        dp.accounting.epsilon(sgd(BandedMatrix(9, 3)), sampling, 9, 1e-5)
+    model = fit(sgd(BandedMatrix(9, 3)))
+    with pytest.raises(ValueError, match="fixed order"):
+        model.sampling = sampling
+
+
+def test_refuses_participation_closer_than_the_bands():
+    with pytest.raises(ValueError, match="3 apart"):
+        fit(sgd(BandedMatrix(9, 4)))
+
+
+def test_refuses_steps_beyond_the_strategy():
+    with pytest.raises(ValueError, match="end of the noise"):
+        fit(sgd(BandedMatrix(5, 3)), epochs=2)
+    with pytest.raises(ValueError, match="end of the noise"):
+        dp.accounting.epsilon(sgd(BandedMatrix(5, 3)), Sampling.fixed_order(ROWS, 8), 6, 1e-5)
+
+
+def test_refuses_a_noise_schedule_beside_it():
+    with pytest.raises(ValueError, match="noise_schedule"):
+        fit(sgd(BandedMatrix(3, 3), noise_schedule=[1.0, 2.0, 1.0]))
+
+
+def test_refuses_to_break_off_epochs():
+    inputs = keras.Input((4,))
+    model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
+    model.compile(sgd(BandedMatrix(9, 3)), "mse")
+    data = np.zeros((ROWS, 4)), np.zeros((ROWS, 3))
+    with pytest.raises(ValueError, match="whole epochs"):
+        model.fit(dp.data.fixed_order_epochs(data, 8), steps_per_epoch=2, verbose=0)
