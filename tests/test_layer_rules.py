@@ -8,11 +8,12 @@ are written down.
 import contextlib
 import math
 
+import hypothesis
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, Phase, assume, example, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import dp_keras_opt as dp
@@ -1179,7 +1180,7 @@ def test_neighbouring_batches_differ_by_at_most_the_clip_norm(make):
         target=st.one_of(st.just(1.0), numbers),
     )
     # A huge input where the activation is saturated: its term is zero, and the others are not.
-    @example(clip_norm=1.0, scale=1e-3, place=0, entry=1e30, whole_row=False, target=1.0)
+    @hypothesis.example(clip_norm=1.0, scale=1e-3, place=0, entry=1e30, whole_row=False, target=1.0)
     def holds(clip_norm, scale, place, entry, whole_row, target):
         adversarial_x, adversarial_y = x.copy(), y.copy()
         if x.dtype == np.float32 and whole_row:

@@ -342,7 +342,7 @@ def _release(total, joint, multiplier, source=None):
     query = dp.clipping.Query(clip_norm=CLIP)
     (answer,) = noise.release(
         (part,), (query,), [[tf.constant(total, tf.float32)]],
-        batch_size=BATCH, alpha=1.0, step=0, source=source,
+        batch_size=BATCH, alpha=1.0, source=source,
     )  # fmt: skip
     return answer
 

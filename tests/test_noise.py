@@ -359,7 +359,7 @@ def test_schedules_resolve_and_serialise():
 
 def release(releases, queries, sums, alpha=1.0, source=None):
     return dp.noise.release(
-        releases, queries, sums, batch_size=BATCH, alpha=alpha, step=0,
+        releases, queries, sums, batch_size=BATCH, alpha=alpha,
         source=source or NoiseSource(),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ NO_PRIVACY = {"clip_norm": math.inf, "noise_multiplier": 0.0, "batch_size": BATC
 class KnownNoise(dp.noise.Gaussian):
     """Stands in for the Gaussian: each draw is the same known array."""
 
-    def unit_noise(self, shapes, source):
+    def unit_noise(self, shapes, source, stream=0):
         return [tf.constant(known_noise(shape), tf.float32) for shape in shapes]
 
 
