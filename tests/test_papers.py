@@ -15,6 +15,7 @@ from tests.linear_regression import FixedNoise
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "papers"
 sys.path.insert(0, str(FOLDER))
 
+import accelerated  # noqa: E402
 import adagrad_1d  # noqa: E402
 import quadratic  # noqa: E402
 
@@ -27,16 +28,20 @@ class Draws(FixedNoise):
     def __init__(self, optimizer, tables):
         self.optimizer, self.tables, self.calls = optimizer, tables, 0
 
+    def laplace(self, shape):
+        return self.normal(shape)
 
-def fit(layer, loss, optimizer, x, y, draws):
-    """The weights after one epoch of `model.fit`, in order, one example a step.
+
+def fit(layer, loss, optimizer, x, y, draws, sampling=None):
+    """The weights after `model.fit`, in order.
 
     Args:
         layer: the only layer of the model, with a kernel only.
         loss: its loss.
         optimizer: a private one.
-        x, y: data, (steps, features).
-        draws: unit noise on gradient and square, (2, steps, weights).
+        x, y: data, (examples, features).
+        draws: unit noise on gradient (and square), (1 or 2, steps, weights).
+        sampling: of the batches, all of the data at each step; default: one example after another.
     """
     inputs = keras.Input(x.shape[1:])
     model = dp.DPModel(inputs, layer(inputs))
@@ -44,8 +49,9 @@ def fit(layer, loss, optimizer, x, y, draws):
     tables = [np.float32(z).reshape(-1, *layer.kernel.shape) for z in draws]
     used = 2 if optimizer.releases[0].statistic == "mean_and_square" else 1
     object.__setattr__(optimizer, "noise_source", Draws(optimizer, tables[:used]))
-    rows = tf.data.Dataset.from_tensor_slices((np.float32(x), np.float32(y))).batch(1)
-    sampling = dp.accounting.Sampling.shuffled(len(x), 1, "zero_out")
+    rows = tf.data.Dataset.from_tensor_slices((np.float32(x), np.float32(y)))
+    rows = rows.batch(len(x)).repeat(len(draws[0])) if sampling else rows.batch(1)
+    sampling = sampling or dp.accounting.Sampling.shuffled(len(x), 1, "zero_out")
     model.fit(dp.data.assume_sampling(rows, sampling), verbose=0)
     return model.get_weights()[0].ravel()
 
@@ -117,7 +123,63 @@ def test_the_quadratic_simulation_is_dp_adam(source, epsilon):
     np.testing.assert_allclose(weights, theta, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["adagrad_1d", "quadratic"])
+@pytest.mark.parametrize("method", accelerated.METHODS)
+def test_the_accelerated_simulation_is_that_of_the_optimizers(method, monkeypatch):
+    monkeypatch.setattr(accelerated, "EPSILON", 2000.0)  # 50 examples are as good as 10⁵ at ε = 1
+    rng, steps, c = np.random.default_rng(4), 110, 1.0  # the second stage begins at step 89
+    problem = accelerated.Problem(examples=50, seed=0)
+    made = accelerated.plan(problem, method, steps, c, problem.examples, authors=False)
+    draws = rng.laplace(size=(len(made.scales), accelerated.DIMENSION, 1))
+    *_, x = accelerated.iterate(
+        made, lambda x: problem.gradient(x, problem.examples, rng),
+        np.full((accelerated.DIMENSION, 1), accelerated.START), draws,
+    )  # fmt: skip
+
+    mu, smoothness, clip = problem.mu, problem.smoothness, accelerated.CLIP
+    options = {
+        "clip_norm": clip, "batch_size": problem.examples, "noise": "laplace",
+        "noise_multiplier": made.scales[0] * problem.examples / clip,
+        "noise_schedule": made.scales / made.scales[0],
+    }  # fmt: skip
+    rate, momentum = c / smoothness, {"strong_convexity": mu}
+    optimizer = {
+        "GD": lambda: dp.optimizers.DPSGD(rate, **options),
+        "HB": lambda: dp.optimizers.DPHeavyBall(rate, **momentum, **options),
+        "NAG": lambda: dp.optimizers.DPNesterov(rate, **momentum, **options),
+        "MASG": lambda: dp.optimizers.DPMultistageNesterov(
+            **momentum, smoothness=smoothness, c=c, **options
+        ),
+    }[method.removesuffix("-opt")]()
+    sampling = dp.accounting.Sampling.full(problem.examples, "replace_one")
+    spent = dp.accounting.epsilon(optimizer, sampling, len(made.scales), delta=0)
+    assert spent == pytest.approx(accelerated.EPSILON, rel=1e-3)
+    layer = keras.layers.Dense(
+        1, use_bias=False, kernel_regularizer=keras.regularizers.L2(accelerated.LAMBDA),
+        kernel_initializer=keras.initializers.Constant(accelerated.START),
+    )  # fmt: skip
+    weights = fit(
+        layer, lambda _, margin: keras.ops.softplus(-margin[:, 0]), optimizer, problem.signed,
+        np.ones((problem.examples, 1)), [draws], sampling,
+    )  # fmt: skip
+    np.testing.assert_allclose(weights, x[:, 0], rtol=1e-3, atol=1e-3 * np.abs(x).max())
+
+
+def test_the_accelerated_experiment_has_the_constants_of_the_paper():
+    regression = accelerated.Problem(accelerated.Size.examples, seed=0)
+    assert regression.smoothness == pytest.approx(5.1001, abs=1e-4)
+    taken = {
+        authors: [
+            accelerated.optimal_schedule(
+                regression, "NAG", steps, 1.0, regression.examples, authors
+            ).length
+            for steps in accelerated.Size.steps
+        ]
+        for authors in (False, True)
+    }
+    assert taken == {False: [100, 106, 106, 106], True: [100, 136, 136, 136]}
+
+
+@pytest.mark.parametrize("name", ["accelerated", "adagrad_1d", "quadratic"])
 def test_the_experiment_runs(name, tmp_path):
     run_quickly(name, tmp_path)
 
