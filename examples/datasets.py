@@ -43,6 +43,20 @@ def prose(path=None):
     return text.read_text(encoding="utf-8")
 
 
+def digits():
+    """The 1797 handwritten digits of scikit-learn, which holds them.
+
+    Returns:
+        (images, labels): float32 (1797, 8, 8, 1) in [0, 1], int32 (1797,).
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise ImportError("The digits come with scikit-learn: pip install scikit-learn") from error
+    data = datasets.load_digits()
+    return np.float32(data.images)[..., None] / 16, np.int32(data.target)
+
+
 def _lines(path):
     """The lines of the ratings file, without the header that recbole's copy has."""
     with open(path, encoding="utf-8") as file:

@@ -1,5 +1,6 @@
 """The experiments on the papers: they simulate the library's own optimizers, and they run."""
 
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -17,6 +18,7 @@ sys.path.insert(0, str(FOLDER))
 
 import accelerated  # noqa: E402
 import adagrad_1d  # noqa: E402
+import adp  # noqa: E402
 import quadratic  # noqa: E402
 
 SIGMA, STEPS = 0.3, 60
@@ -179,8 +181,53 @@ def test_the_accelerated_experiment_has_the_constants_of_the_paper():
     assert taken == {False: [100, 106, 106, 106], True: [100, 136, 136, 136]}
 
 
-@pytest.mark.parametrize("name", ["accelerated", "adagrad_1d", "quadratic"])
+@pytest.mark.parametrize("name", adp.STEP_SIZES)
+@pytest.mark.parametrize("batch_size", [60, 20])
+def test_the_convex_simulation_is_adp_sgd(name, batch_size):
+    rng, rate = np.random.default_rng(5), 8.0
+    problem = adp.Items(items=6, records=60, seed=0)
+    counts, positives = (
+        (np.full((1, 6), 10.0), problem.positives[None])
+        if batch_size == problem.records
+        else next(problem.samples(batch_size / problem.records, 1, rng))
+    )
+    draws = rng.normal(size=(STEPS, 1, 6))
+
+    class Rates(adp.StepSizes):
+        def __call__(self, step):
+            return rate * super().__call__(step)
+
+    optimizer = dp.optimizers.ADPSGD(
+        Rates(name, STEPS), STEPS, clip_norm=1.0, batch_size=batch_size, noise_multiplier=SIGMA
+    )
+    scales = SIGMA * optimizer.noise_schedule.alphas(0, STEPS) / batch_size
+    rates = rate * adp.STEP_SIZES[name](np.arange(STEPS), STEPS)
+    _, theta = adp.descend(
+        problem, np.zeros((1, 6)), rates[:, None], scales[:, None],
+        itertools.repeat((counts, positives)), batch_size, draws,
+    )  # fmt: skip
+
+    items = np.repeat(np.arange(6), counts[0].astype(int))
+    bought = np.concatenate(
+        [np.arange(n) < k for n, k in zip(counts[0], positives[0], strict=True)]
+    )
+    sampling = (
+        dp.accounting.Sampling.full(problem.records)
+        if batch_size == problem.records
+        else dp.accounting.Sampling.poisson(problem.records, batch_size)
+    )
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    weights = fit(
+        layer, keras.losses.BinaryCrossentropy(from_logits=True), optimizer, np.eye(6)[items],
+        bought[:, None], [draws], sampling,
+    )  # fmt: skip
+    np.testing.assert_allclose(weights, theta[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["accelerated", "adagrad_1d", "adp", "quadratic"])
 def test_the_experiment_runs(name, tmp_path):
+    if name == "adp":
+        pytest.importorskip("sklearn")
     run_quickly(name, tmp_path)
 
 
