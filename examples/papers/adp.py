@@ -11,7 +11,7 @@ one of d items, F(θ) = mean of ln(1 + exp(−z·θ_item)). The gradient of an e
 is by how much this exceeds that of a run without noise on the same batches, and the ratio of
 DP-SGD's excess to that of ADP-SGD stands beside the theorem's factor, T·Σ η_t²/(Σ η_t)². Beside it,
 the same for the loss after the last step. Batches are all of the data, for which the factor holds,
-or Poisson samples of a thousandth. With η = 1/L old noise is forgotten, with η = 0.01/L it piles
+or Poisson samples of 5% or 0.1%. With η = 1/L old noise is forgotten, with η = 0.01/L it piles
 up. Both methods get the same noise, up to size, and all noise also with the opposite sign, which
 keeps out of the ratios what is odd in it. NumPy; `tests/test_papers.py` holds it against `ADPSGD`.
 
@@ -35,6 +35,7 @@ import report
 
 import dp_keras_opt as dp
 from dp_keras_opt import theory
+from dp_keras_opt.noise import schedules
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -45,7 +46,8 @@ STEP_SIZES = {
     "0.1 − a√t": lambda t, steps: 0.1 - (0.1 - 1e-10) * (t / steps) ** 0.5,
 }
 METHODS = ("DP-SGD", "ADP-SGD")
-BATCHES = ("all", "Poisson")
+BATCHES = {"all": 1.0, "Poisson, 5%": 0.05, "Poisson, 0.1%": 0.001}
+ROUNDED = 0.15  # to multiples of which ln α is rounded
 PACES = (1.0, 0.01)  # η·L
 SETTINGS = list(itertools.product(STEP_SIZES, PACES))
 CLAIM = (
@@ -62,19 +64,18 @@ class Size:
     items: int = 2000
     records: int = 4_000_000
     steps: tuple = (183, 735, 2940, 11760)
-    seeds: int = 8
+    seeds: int = 4
     epsilon: float = 1.0
     delta: float = 1e-8
-    image_steps: tuple = (100, 400, 1600)
-    image_seeds: int = 5
+    image_steps: tuple = (80, 320, 1280)
+    image_seeds: int = 4
     image_epsilon: float = 3.0
 
 
 QUICK = Size(
-    items=200, records=400_000, steps=(16, 64), seeds=2, image_steps=(10,), image_seeds=2
+    items=200, records=400_000, steps=(4, 16), seeds=2, image_steps=(10,), image_seeds=2
 )  # fmt: skip
-IMAGES = {"clip_norm": 1.0, "batch_size": 128}
-IMAGE_DELTA = 1e-4
+IMAGE_BATCH, IMAGE_CLIP, IMAGE_DELTA = 128, 1.0, 1e-4
 
 
 @keras.saving.register_keras_serializable(package="papers")
@@ -91,12 +92,21 @@ class StepSizes(keras.optimizers.schedules.LearningRateSchedule):
         return {"name": self.name, "steps": self.steps}
 
 
-def make_optimizer(method, name, steps, **options):
-    """DP-SGD or ADP-SGD with step sizes of this name."""
-    rates = StepSizes(name, steps)
-    if method == "ADP-SGD":
-        return dp.optimizers.ADPSGD(rates, steps, **options)
-    return dp.optimizers.DPSGD(rates, **options)
+def make_optimizer(method, name, steps, sampling, clip_norm=1.0):
+    """DP-SGD or ADP-SGD with step sizes of this name.
+
+    The accountant prices samples slowly where each step has a noise level of its own; there
+    ADP-SGD is DP-SGD with the same noise schedule, rounded to few levels.
+    """
+    rates, options = StepSizes(name, steps), {"batch_size": sampling.batch_size}
+    if method == "DP-SGD":
+        return dp.optimizers.DPSGD(rates, clip_norm=clip_norm, **options)
+    adp = dp.optimizers.ADPSGD(rates, steps, clip_norm=clip_norm, **options)
+    if sampling.kind == "full":
+        return adp
+    logs = ROUNDED * np.round(np.log(adp.noise_schedule.alphas(0, steps)) / ROUNDED)
+    rounded = schedules.Fixed(np.exp(logs))
+    return dp.optimizers.DPSGD(rates, clip_norm=clip_norm, noise_schedule=rounded, **options)
 
 
 # The convex problem.
@@ -159,16 +169,15 @@ def descend(problem, theta, rates, scales, batches, batch_size, draws):
 
 def plan(problem, batches, steps, size):
     """(B, step sizes (T, settings), standard deviations of the noise (T, settings, methods))."""
-    n = problem.records
-    batch_size = n if batches == "all" else n // 1000
+    batch_size = round(BATCHES[batches] * problem.records)
     sampling = (
-        dp.accounting.Sampling.full(n)
+        dp.accounting.Sampling.full(problem.records)
         if batches == "all"
-        else dp.accounting.Sampling.poisson(n, batch_size)
+        else dp.accounting.Sampling.poisson(problem.records, batch_size)
     )
     scales = {}
     for name, method in itertools.product(STEP_SIZES, METHODS):
-        optimizer = make_optimizer(method, name, steps, clip_norm=1.0, batch_size=batch_size)
+        optimizer = make_optimizer(method, name, steps, sampling)
         multiplier = dp.accounting.calibrate(optimizer, sampling, steps, size.epsilon, size.delta)
         scales[name, method] = multiplier * optimizer.noise_schedule.alphas(0, steps) / batch_size
     rates = [
@@ -187,15 +196,15 @@ def convex(size, seed):
     problem = Items(size.items, size.records, seed)
     results = {}
     for batches, steps in itertools.product(BATCHES, size.steps):
-        rng = np.random.default_rng([seed, BATCHES.index(batches), steps])
         batch_size, rates, scales = plan(problem, batches, steps, size)
+        rng = np.random.default_rng([seed, batch_size, steps])
         # θ: settings, methods (the last without noise), signs of the noise, seeds, items.
         shape = len(SETTINGS), len(METHODS) + 1, 2, size.seeds, size.items
         scales = np.concatenate([scales, 0 * scales[..., :1]], axis=-1)
         counts = (
             itertools.repeat((problem.each, problem.positives))
             if batches == "all"
-            else problem.samples(batch_size / problem.records, size.seeds, rng)
+            else problem.samples(BATCHES[batches], size.seeds, rng)
         )
         draws = (np.array([z, -z]) for z in _normals(rng, shape[-2:]))
         average, theta = descend(
@@ -207,7 +216,7 @@ def convex(size, seed):
             for values in (average, problem.loss(theta))
         ]
         results[batches, steps] = rates, scales, *excess
-        print(f"{batches} batches, T = {steps}: done", flush=True)
+        print(f"batches: {batches}, T = {steps}: done", flush=True)
     return results
 
 
@@ -245,18 +254,21 @@ def convex_verdict(rows):
     lines = []
     for batches, pace, name in dict.fromkeys((r["batches"], r["ηL"], r["η_t/η"]) for r in rows):
         some = [r for r in rows if (r["batches"], r["ηL"], r["η_t/η"]) == (batches, pace, name)]
-        gains, errors, factors, last, last_errors = (
+        gains, errors, factors, spent, last, last_errors = (
             np.array([row[key] for row in some])
-            for key in ("measured", "±", "factor", "F(θ_T)", "± (F)")
-        )
+            for key in (
+                "measured", "±", "factor", "factor at the accountant's noise", "F(θ_T)", "± (F)"
+            )
+        )  # fmt: skip
         grows = gains[-1] - gains[0] > 2 * np.hypot(errors[-1], errors[0])
         off = gains / factors - 1
         lines.append(
-            f"- {batches} batches, η_t = η·({name}), ηL = {pace:g}: ADP-SGD's noise term smaller "
+            f"- batches: {batches}; η_t = η·({name}), ηL = {pace:g}: ADP-SGD's noise term smaller "
             f"at {np.sum(gains - 1 > 2 * errors)} of {len(some)} T, larger at "
             f"{np.sum(1 - gains > 2 * errors)}; ratio {gains[0]:.3f} to {gains[-1]:.3f}, the "
             f"factor {factors[0]:.3f} to {factors[-1]:.3f} ({off.min():+.0%} to {off.max():+.0%} "
-            f"off); {'grows' if grows else 'does not grow'} with T. Loss after the last step: "
+            f"off), at the accountant's noise {spent[0]:.3f} to {spent[-1]:.3f}; "
+            f"ratio {'grows' if grows else 'does not grow'} with T. Loss after the last step: "
             f"smaller at {np.sum(last - 1 > 2 * last_errors)}, larger at "
             f"{np.sum(1 - last > 2 * last_errors)}; ratio {last[0]:.3f} to {last[-1]:.3f}."
         )
@@ -278,21 +290,19 @@ def cnn():
     return dp.DPModel(images, layers.Dense(10)(x))
 
 
-def train(method, name, steps, seed, parts, size):
-    """Test accuracy after each tenth of the steps, and the noise multiplier."""
+def train(method, name, steps, seed, parts, multiplier):
+    """Test accuracy after each tenth of the steps."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)  # of the initial weights; noise and batches are always new
     private, test = parts
-    batches = dp.data.poisson_batches(private, IMAGES["batch_size"], steps // 10)
-    optimizer = make_optimizer(method, name, steps, **IMAGES)
-    multiplier = dp.accounting.calibrate(
-        optimizer, batches.sampling, steps, size.image_epsilon, IMAGE_DELTA
-    )
+    batches = dp.data.poisson_batches(private, IMAGE_BATCH, steps // 10)
+    optimizer = make_optimizer(method, name, steps, batches.sampling, IMAGE_CLIP)
+    optimizer.noise_multiplier = multiplier
     model = cnn()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
     history = model.fit(batches, epochs=10, validation_data=test, verbose=0)
-    return np.array(history.history["val_accuracy"]), multiplier
+    return np.array(history.history["val_accuracy"])
 
 
 def images(size, seed):
@@ -300,15 +310,18 @@ def images(size, seed):
     x, y = digits()
     order = np.random.default_rng(seed).permutation(len(x))
     parts = [(x[rows], y[rows]) for rows in np.split(order, [len(x) * 8 // 10])]
+    sampling = dp.accounting.Sampling.poisson(len(parts[0][0]), IMAGE_BATCH)
     results = {}
     for steps, name, method in itertools.product(size.image_steps, STEP_SIZES, METHODS):
-        seeds = range(seed, seed + size.image_seeds)
-        runs, multipliers = zip(
-            *(train(method, name, steps, i, parts, size) for i in seeds), strict=True
+        optimizer = make_optimizer(method, name, steps, sampling, IMAGE_CLIP)
+        multiplier = dp.accounting.calibrate(
+            optimizer, sampling, steps, size.image_epsilon, IMAGE_DELTA
         )
-        results[name, steps, method] = np.array(runs)
-        print(f"{name}, T = {steps}, {method}: σ = {multipliers[0]:.3f}, accuracy "
-              f"{np.mean(runs, axis=0)[-1]:.3f}", flush=True)  # fmt: skip
+        seeds = range(seed, seed + size.image_seeds)
+        runs = np.array([train(method, name, steps, i, parts, multiplier) for i in seeds])
+        results[name, steps, method] = runs
+        print(f"{name}, T = {steps}, {method}: σ = {multiplier:.3f}, accuracy "
+              f"{runs[:, -1].mean():.3f}", flush=True)  # fmt: skip
     return results
 
 
@@ -338,7 +351,7 @@ def image_verdict(rows, size):
     """What was gained, where it exceeds two standard errors, and whether it grows."""
     lines = [
         f"accuracy of ADP-SGD less that of DP-SGD, {size.image_seeds} initial weights, "
-        f"C = {IMAGES['clip_norm']:g}, ε = {size.image_epsilon:g} at δ = {IMAGE_DELTA:g}.\n"
+        f"C = {IMAGE_CLIP:g}, ε = {size.image_epsilon:g} at δ = {IMAGE_DELTA:g}.\n"
     ]
     for name, which in itertools.product(STEP_SIZES, ("best", "last")):
         some = [row for row in rows if row["η_t"] == name]
