@@ -1,6 +1,6 @@
 """Noise that follows the step sizes: DP-SGD against ADP-SGD at equal ε.
 
-    python examples/papers/adp.py              # ten minutes on one core
+    python examples/papers/adp.py              # a quarter of an hour on one core
     python examples/papers/adp.py --quick      # fewer steps and seeds, under a minute
 
 With the paper's step sizes, η/√(20 + t) and η·(0.1 − a√t), a such that η_T = 1e-10, T growing.
@@ -368,46 +368,49 @@ def image_verdict(rows, size):
     return "\n".join(lines)
 
 
-def plot(rows, results, size, path):
-    """Ratios of the noise terms against T, and what is gained in accuracy."""
+def plot(rows, image_rows, path):
+    """Ratios of the noise terms, and what is gained in accuracy, against T; by step sizes."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(12, 4.6))
-    for name, color in zip(STEP_SIZES, ("C0", "C1"), strict=True):
-        for batches, pace in itertools.product(BATCHES, PACES):
-            some = [r for r in rows if (r["batches"], r["ηL"], r["η_t/η"]) == (batches, pace, name)]
-            style = {
-                "fmt": color + ("o" if pace == 1 else "s") + ("-" if batches == "all" else ":")
-            }
-            for axes, key, error in zip(
-                panels, ("measured", "F(θ_T)"), ("±", "± (F)"), strict=False
-            ):
+    figure, grid = plt.subplots(len(STEP_SIZES), 3, figsize=(11, 6.6), sharex="col", sharey="col")
+    for name, (left, middle, right) in zip(STEP_SIZES, grid, strict=True):
+        for (i, batches), (pace, style) in itertools.product(
+            enumerate(BATCHES), zip(PACES, ("o-", "s:"), strict=True)
+        ):
+            some = [r for r in rows if (r["batches"], r["η_t/η"], r["ηL"]) == (batches, name, pace)]
+            for axes, key, error in ((left, "measured", "±"), (middle, "F(θ_T)", "± (F)")):
                 axes.errorbar(
-                    [row["T"] for row in some], [row[key] for row in some],
-                    [2 * row[error] for row in some], ms=4, **style,
-                    label=f"{name}, ηL = {pace:g}, {batches}",
+                    *_columns(some, "T", key, error), fmt=f"C{i}{style}", ms=4,
+                    label=f"batches: {batches}; ηL = {pace:g}",
                 )  # fmt: skip
-        steps, factors = [row["T"] for row in some], [row["factor"] for row in some]
-        panels[0].plot(steps, factors, color, lw=6, alpha=0.25, label=f"{name}: the factor")
-        for which, marker in (("best", "o-"), ("last", "s--")):
-            gain = [np.diff(gaps(results, name, t)[which], axis=0)[0] for t in size.image_steps]
-            mean, error = report.mean_and_error(gain, axis=1)
-            panels[2].errorbar(
-                size.image_steps, mean, 2 * error, fmt=color + marker, ms=4,
-                label=f"{name}, {which} accuracy",
-            )  # fmt: skip
-    panels[0].set_title("Σ η‖∇F‖²/Σ η: noise term of DP-SGD\nover that of ADP-SGD (± 2 s.e.)")
-    panels[1].set_title("the same for F(θ_T)")
-    panels[2].set_title("digits: accuracy of ADP-SGD less\nthat of DP-SGD (± 2 s.e.)")
-    for axes, level in zip(panels, (1, 1, 0), strict=True):
-        axes.set(xscale="log", xlabel="T")
-        axes.axhline(level, color="0.5", lw=0.8)
-        axes.grid(alpha=0.3)
-    panels[2].legend(frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.17, 1, 1))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower left", ncol=4, frameon=False)
+        left.plot(*_columns(some, "T", "factor"), "k", lw=6, alpha=0.2, label="the bounds' factor")
+        some = [row for row in image_rows if row["η_t"] == name]
+        for which, style in (("best", "C4o-"), ("last", "C4s:")):
+            columns = _columns(some, "T", f"gain, {which}", f"± (gain, {which})")
+            right.errorbar(*columns, fmt=style, ms=4, label=f"{which} accuracy")
+        left.set_ylabel(f"η_t/η = {name}")
+        for axes, level in ((left, 1), (middle, 1), (right, 0)):
+            axes.set(xscale="log")
+            axes.axhline(level, color="0.4", lw=0.8)
+            axes.grid(alpha=0.3)
+    grid[0, 0].set_title("noise term of DP-SGD over that\nof ADP-SGD: Σ η‖∇F‖²/Σ η", fontsize=10)
+    grid[0, 1].set_title("the same for the loss\nafter the last step", fontsize=10)
+    grid[0, 2].set_title("digits: accuracy of ADP-SGD\nless that of DP-SGD", fontsize=10)
+    for axes in grid[-1]:
+        axes.set_xlabel("steps T (bars: ± 2 standard errors)")
+    grid[0, 2].legend(fontsize=8)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(), loc="lower left", ncol=4, frameon=False, fontsize=9
+    )
     figure.savefig(path, dpi=95)
     plt.close(figure)
+
+
+def _columns(rows, *keys):
+    """Columns of a table; a third one, of standard errors, doubled."""
+    columns = [[row[key] for row in rows] for key in keys]
+    return columns[:2] + [2 * np.array(column) for column in columns[2:]]
 
 
 def main():
@@ -415,10 +418,11 @@ def main():
     size = QUICK if options.quick else Size()
     rows = convex_rows(convex(size, options.seed))
     report.write(options.output, "convex", rows, CLAIM, convex_verdict(rows))
-    results = images(size, options.seed)
-    some = image_rows(results)
-    report.write(options.output, "digits", some, CLAIM_ON_IMAGES, image_verdict(some, size))
-    plot(rows, results, size, options.output / "adp.png")
+    on_images = image_rows(images(size, options.seed))
+    report.write(
+        options.output, "digits", on_images, CLAIM_ON_IMAGES, image_verdict(on_images, size)
+    )
+    plot(rows, on_images, options.output / "adp.png")
 
 
 if __name__ == "__main__":
