@@ -17,8 +17,9 @@ class ADPSGD(DPSGD):
     """DP-SGD whose noise at step t is in proportion to η_t^(−1/2), η_t its step size.
 
     θ ← θ − η_t·(clipped mean + noise of std α_t·σC/B), with `schedules.inverse_root_step_size`. At
-    equal ε the error bound is smaller than that of constant noise by
-    `theory.adp_improvement(step sizes)`, which grows with the number of steps. The learning rate may
+    equal ε, full batches and a given sequence of step sizes, the error bound is smaller than that
+    of constant noise by `theory.adp_improvement(step sizes)`. So it is with samples, as long as σ
+    is well above 1; near 1, constant noise can be several times better. The learning rate may
     be changed later on, like that of any optimizer; the noise stays as it was fixed.
 
     Args:
