@@ -166,6 +166,16 @@ def test_the_accelerated_simulation_is_that_of_the_optimizers(method, monkeypatc
     np.testing.assert_allclose(weights, x[:, 0], rtol=1e-3, atol=1e-3 * np.abs(x).max())
 
 
+def test_the_gradients_of_the_accelerated_experiment_are_those_of_its_error():
+    rng, problem = np.random.default_rng(6), accelerated.Problem(examples=5000, seed=0)
+    x, d = rng.normal(size=(accelerated.DIMENSION, 1)), accelerated.DIMENSION
+    ahead, behind = problem.error(x + 0.01 * np.eye(d)), problem.error(x - 0.01 * np.eye(d))
+    gradient = problem.gradient(x, problem.examples, rng)[:, 0]
+    np.testing.assert_allclose(gradient, (ahead - behind) / 0.02, atol=1e-3)
+    subset = problem.gradient(x, problem.examples - 1, rng)[:, 0]
+    np.testing.assert_allclose(subset, gradient, atol=1e-3)
+
+
 def test_the_accelerated_experiment_has_the_constants_of_the_paper():
     regression = accelerated.Problem(accelerated.Size.examples, seed=0)
     assert regression.smoothness == pytest.approx(5.1001, abs=1e-4)
@@ -222,6 +232,18 @@ def test_the_convex_simulation_is_adp_sgd(name, batch_size):
         bought[:, None], [draws], sampling,
     )  # fmt: skip
     np.testing.assert_allclose(weights, theta[0], rtol=1e-3, atol=1e-4)
+
+
+def test_the_convex_experiment_measures_gradients_of_its_loss():
+    rng, problem = np.random.default_rng(7), adp.Items(items=6, records=60, seed=0)
+    theta, step = rng.normal(size=6), 1e-4 * np.eye(6)
+    gradient = (problem.loss(theta + step) - problem.loss(theta - step)) / 2e-4
+    squares, after = adp.descend(
+        problem, theta, np.array([3.0, 1e-9]), np.zeros(2),
+        itertools.repeat((problem.each, problem.positives)), problem.records, np.zeros((2, 6)),
+    )  # fmt: skip
+    assert squares == pytest.approx(np.sum(gradient**2), rel=1e-5)
+    np.testing.assert_allclose(after, theta - 3 * gradient, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["accelerated", "adagrad_1d", "adp", "quadratic"])

@@ -254,13 +254,13 @@ def verdict(results, size):
             for part, trio in pairs.items()
         }
         parts["best T of heavy ball below that of gradient descent"] = (
-            [] if less(best["HB"], best["GD"]) else ["them"]
+            [] if less(best["HB"], best["GD"]) else ["these"]
         )
         parts["at c = 0.1 best T of NAG-opt below that of MASG-opt"] = (
-            [] if less(best_slow["NAG-opt"], best_slow["MASG-opt"]) else ["them"]
+            [] if less(best_slow["NAG-opt"], best_slow["MASG-opt"]) else ["these"]
         )
         seen = [
-            f"{part}: {'seen' if not missing else 'not seen for ' + ', '.join(missing)}"
+            f"{part}: {'not seen for ' if missing else 'seen'}{', '.join(missing)}"
             for part, missing in parts.items()
         ]
         lines.append(f"- {noise} noise, m = {m}: {'; '.join(seen)}.")
