@@ -59,12 +59,10 @@ def images(name="digits", path=None, seed=0):
         with np.load(path) as file:
             train, test = ((file[f"x_{part}"], file[f"y_{part}"]) for part in ("train", "test"))
     elif name == "digits":
-        from sklearn.datasets import load_digits  # which not every example needs
-
-        digits = load_digits()
-        order = np.random.default_rng(seed).permutation(len(digits.target))
+        x, y = digits()
+        order = np.random.default_rng(seed).permutation(len(y))
         parts = np.split(order, [len(order) * 5 // 6])
-        train, test = ((digits.images[rows] / 16, digits.target[rows]) for rows in parts)
+        train, test = ((x[rows], y[rows]) for rows in parts)
     else:
         train, test = getattr(keras.datasets, name).load_data()
     return tuple((_pixels(x), np.ravel(y).astype("int32")) for x, y in (train, test))
@@ -74,6 +72,20 @@ def _pixels(x):
     """Images as float32, with an axis for channels."""
     x = x / np.float32(255 if x.dtype.kind in "iu" else 1)
     return np.float32(x if x.ndim == 4 else x[..., None])
+
+
+def digits():
+    """The 1797 handwritten digits of scikit-learn, which holds them.
+
+    Returns:
+        (images, labels): float32 (1797, 8, 8, 1) in [0, 1], int32 (1797,).
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise ImportError("The digits come with scikit-learn: pip install scikit-learn") from error
+    data = datasets.load_digits()
+    return np.float32(data.images)[..., None] / 16, np.int32(data.target)
 
 
 def _lines(path):

@@ -1,5 +1,6 @@
 """The experiments on the papers: they simulate the library's own optimizers, and they run."""
 
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from tests.linear_regression import FixedNoise
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "papers"
 sys.path.insert(0, str(FOLDER))
 
+import accelerated  # noqa: E402
 import adagrad_1d  # noqa: E402
+import adp  # noqa: E402
 import quadratic  # noqa: E402
 
 SIGMA, STEPS = 0.3, 60
@@ -27,16 +30,20 @@ class Draws(FixedNoise):
     def __init__(self, optimizer, tables):
         self.optimizer, self.tables, self.calls = optimizer, tables, 0
 
+    def laplace(self, shape):
+        return self.normal(shape)
 
-def fit(layer, loss, optimizer, x, y, draws):
-    """The weights after one epoch of `model.fit`, in order, one example a step.
+
+def fit(layer, loss, optimizer, x, y, draws, sampling=None):
+    """The weights after `model.fit`, in order.
 
     Args:
         layer: the only layer of the model, with a kernel only.
         loss: its loss.
         optimizer: a private one.
-        x, y: data, (steps, features).
-        draws: unit noise on gradient and square, (2, steps, weights).
+        x, y: data, (examples, features).
+        draws: unit noise on gradient (and square), (1 or 2, steps, weights).
+        sampling: of the batches, all of the data at each step; default: one example after another.
     """
     inputs = keras.Input(x.shape[1:])
     model = dp.DPModel(inputs, layer(inputs))
@@ -44,8 +51,9 @@ def fit(layer, loss, optimizer, x, y, draws):
     tables = [np.float32(z).reshape(-1, *layer.kernel.shape) for z in draws]
     used = 2 if optimizer.releases[0].statistic == "mean_and_square" else 1
     object.__setattr__(optimizer, "noise_source", Draws(optimizer, tables[:used]))
-    rows = tf.data.Dataset.from_tensor_slices((np.float32(x), np.float32(y))).batch(1)
-    sampling = dp.accounting.Sampling.shuffled(len(x), 1, "zero_out")
+    rows = tf.data.Dataset.from_tensor_slices((np.float32(x), np.float32(y)))
+    rows = rows.batch(len(x)).repeat(len(draws[0])) if sampling else rows.batch(1)
+    sampling = sampling or dp.accounting.Sampling.shuffled(len(x), 1, "zero_out")
     model.fit(dp.data.assume_sampling(rows, sampling), verbose=0)
     return model.get_weights()[0].ravel()
 
@@ -117,8 +125,131 @@ def test_the_quadratic_simulation_is_dp_adam(source, epsilon):
     np.testing.assert_allclose(weights, theta, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["adagrad_1d", "quadratic"])
+@pytest.mark.parametrize("method", accelerated.METHODS)
+def test_the_accelerated_simulation_is_that_of_the_optimizers(method, monkeypatch):
+    monkeypatch.setattr(accelerated, "EPSILON", 2000.0)  # 50 examples are as good as 10⁵ at ε = 1
+    rng, steps, c = np.random.default_rng(4), 110, 1.0  # the second stage begins at step 89
+    problem = accelerated.Problem(examples=50, seed=0)
+    made = accelerated.plan(problem, method, steps, c, problem.examples, authors=False)
+    draws = rng.laplace(size=(len(made.scales), accelerated.DIMENSION, 1))
+    *_, x = accelerated.iterate(
+        made, lambda x: problem.gradient(x, problem.examples, rng),
+        np.full((accelerated.DIMENSION, 1), accelerated.START), draws,
+    )  # fmt: skip
+
+    mu, smoothness, clip = problem.mu, problem.smoothness, accelerated.CLIP
+    options = {
+        "clip_norm": clip, "batch_size": problem.examples, "noise": "laplace",
+        "noise_multiplier": made.scales[0] * problem.examples / clip,
+        "noise_schedule": made.scales / made.scales[0],
+    }  # fmt: skip
+    rate, momentum = c / smoothness, {"strong_convexity": mu}
+    optimizer = {
+        "GD": lambda: dp.optimizers.DPSGD(rate, **options),
+        "HB": lambda: dp.optimizers.DPHeavyBall(rate, **momentum, **options),
+        "NAG": lambda: dp.optimizers.DPNesterov(rate, **momentum, **options),
+        "MASG": lambda: dp.optimizers.DPMultistageNesterov(
+            **momentum, smoothness=smoothness, c=c, **options
+        ),
+    }[method.removesuffix("-opt")]()
+    sampling = dp.accounting.Sampling.full(problem.examples, "replace_one")
+    spent = dp.accounting.epsilon(optimizer, sampling, len(made.scales), delta=0)
+    assert spent == pytest.approx(accelerated.EPSILON, rel=1e-3)
+    layer = keras.layers.Dense(
+        1, use_bias=False, kernel_regularizer=keras.regularizers.L2(accelerated.LAMBDA),
+        kernel_initializer=keras.initializers.Constant(accelerated.START),
+    )  # fmt: skip
+    weights = fit(
+        layer, lambda _, margin: keras.ops.softplus(-margin[:, 0]), optimizer, problem.signed,
+        np.ones((problem.examples, 1)), [draws], sampling,
+    )  # fmt: skip
+    np.testing.assert_allclose(weights, x[:, 0], rtol=1e-3, atol=1e-3 * np.abs(x).max())
+
+
+def test_the_gradients_of_the_accelerated_experiment_are_those_of_its_error():
+    rng, problem = np.random.default_rng(6), accelerated.Problem(examples=5000, seed=0)
+    x, d = rng.normal(size=(accelerated.DIMENSION, 1)), accelerated.DIMENSION
+    ahead, behind = problem.error(x + 0.01 * np.eye(d)), problem.error(x - 0.01 * np.eye(d))
+    gradient = problem.gradient(x, problem.examples, rng)[:, 0]
+    np.testing.assert_allclose(gradient, (ahead - behind) / 0.02, atol=1e-3)
+    subset = problem.gradient(x, problem.examples - 1, rng)[:, 0]
+    np.testing.assert_allclose(subset, gradient, atol=1e-3)
+
+
+def test_the_accelerated_experiment_has_the_constants_of_the_paper():
+    regression = accelerated.Problem(accelerated.Size.examples, seed=0)
+    assert regression.smoothness == pytest.approx(5.1001, abs=1e-4)
+    taken = {
+        authors: [
+            accelerated.optimal_schedule(
+                regression, "NAG", steps, 1.0, regression.examples, authors
+            ).length
+            for steps in accelerated.Size.steps
+        ]
+        for authors in (False, True)
+    }
+    assert taken == {False: [100, 106, 106, 106], True: [100, 136, 136, 136]}
+
+
+@pytest.mark.parametrize("name", adp.STEP_SIZES)
+@pytest.mark.parametrize("batch_size", [60, 20])
+def test_the_convex_simulation_is_adp_sgd(name, batch_size):
+    rng, rate = np.random.default_rng(5), 8.0
+    problem = adp.Items(items=6, records=60, seed=0)
+    counts, positives = (
+        (np.full((1, 6), 10.0), problem.positives[None])
+        if batch_size == problem.records
+        else next(problem.samples(batch_size / problem.records, 1, rng))
+    )
+    draws = rng.normal(size=(STEPS, 1, 6))
+
+    class Rates(adp.StepSizes):
+        def __call__(self, step):
+            return rate * super().__call__(step)
+
+    optimizer = dp.optimizers.ADPSGD(
+        Rates(name, STEPS), STEPS, clip_norm=1.0, batch_size=batch_size, noise_multiplier=SIGMA
+    )
+    scales = SIGMA * optimizer.noise_schedule.alphas(0, STEPS) / batch_size
+    rates = rate * adp.STEP_SIZES[name](np.arange(STEPS), STEPS)
+    _, theta = adp.descend(
+        problem, np.zeros((1, 6)), rates[:, None], scales[:, None],
+        itertools.repeat((counts, positives)), batch_size, draws,
+    )  # fmt: skip
+
+    items = np.repeat(np.arange(6), counts[0].astype(int))
+    bought = np.concatenate(
+        [np.arange(n) < k for n, k in zip(counts[0], positives[0], strict=True)]
+    )
+    sampling = (
+        dp.accounting.Sampling.full(problem.records)
+        if batch_size == problem.records
+        else dp.accounting.Sampling.poisson(problem.records, batch_size)
+    )
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    weights = fit(
+        layer, keras.losses.BinaryCrossentropy(from_logits=True), optimizer, np.eye(6)[items],
+        bought[:, None], [draws], sampling,
+    )  # fmt: skip
+    np.testing.assert_allclose(weights, theta[0], rtol=1e-3, atol=1e-4)
+
+
+def test_the_convex_experiment_measures_gradients_of_its_loss():
+    rng, problem = np.random.default_rng(7), adp.Items(items=6, records=60, seed=0)
+    theta, step = rng.normal(size=6), 1e-4 * np.eye(6)
+    gradient = (problem.loss(theta + step) - problem.loss(theta - step)) / 2e-4
+    squares, after = adp.descend(
+        problem, theta, np.array([3.0, 1e-9]), np.zeros(2),
+        itertools.repeat((problem.each, problem.positives)), problem.records, np.zeros((2, 6)),
+    )  # fmt: skip
+    assert squares == pytest.approx(np.sum(gradient**2), rel=1e-5)
+    np.testing.assert_allclose(after, theta - 3 * gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["accelerated", "adagrad_1d", "adp", "quadratic"])
 def test_the_experiment_runs(name, tmp_path):
+    if name == "adp":
+        pytest.importorskip("sklearn")
     run_quickly(name, tmp_path)
 
 

@@ -17,9 +17,10 @@ class ADPSGD(DPSGD):
     """DP-SGD whose noise at step t is in proportion to η_t^(−1/2), η_t its step size.
 
     θ ← θ − η_t·(clipped mean + noise of std α_t·σC/B), with `schedules.inverse_root_step_size`. At
-    equal ε the error bound is smaller than that of constant noise by
-    `theory.adp_improvement(step sizes)`, which grows with the number of steps. The learning rate
-    may be changed later on, like that of any optimizer; the noise stays as it was fixed.
+    equal ε, full batches and a given sequence of step sizes, the error bound is smaller than that
+    of constant noise by `theory.adp_improvement(step sizes)`. So it is with samples, as long as σ
+    is well above 1; near 1, constant noise can be several times better. The learning rate may
+    be changed later on, like that of any optimizer; the noise stays as it was fixed.
 
     Args:
         learning_rate: a Keras `LearningRateSchedule` that stays above 0, or a float (then the noise
@@ -138,9 +139,8 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         rate = ops.cast(learning_rate, "float32") / ops.sqrt(self._square)
-        self.assign_sub(
-            variable, ops.cast(rate, variable.dtype) * ops.cast(gradient, variable.dtype)
-        )
+        step = ops.cast(rate, variable.dtype) * ops.cast(gradient, variable.dtype)
+        self.assign_sub(variable, step)
 
     def get_config(self):
         config = super().get_config()
