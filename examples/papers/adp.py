@@ -73,7 +73,7 @@ class Size:
 
 
 QUICK = Size(
-    items=200, records=400_000, steps=(4, 16), seeds=2, image_steps=(10,), image_seeds=2
+    items=200, records=400_000, steps=(4, 8), seeds=2, image_steps=(10,), image_seeds=2
 )  # fmt: skip
 IMAGE_BATCH, IMAGE_CLIP, IMAGE_DELTA = 128, 1.0, 1e-4
 
