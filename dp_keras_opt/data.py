@@ -117,11 +117,7 @@ def poisson_batches(
         ValueError, TypeError: for arguments out of range or of another type, and for data that
             are empty, of unequal lengths, infinite, batched or larger than `max_bytes`.
     """
-    max_bytes = _integer("max_bytes", max_bytes)
-    if isinstance(data, tf.data.Dataset):
-        data = _read(data, max_bytes)
-    x, y, sample_weight = _tensors(data, max_bytes)
-    n = len(keras.tree.flatten(x)[0])
+    examples, n = _examples(data, class_weight, max_bytes)
     batch_size = _integer("batch_size", batch_size, at_most=n)
     if steps_per_epoch is None:
         steps_per_epoch = -(-n // batch_size)
@@ -129,8 +125,6 @@ def poisson_batches(
         physical_batch_size = 8 * int(np.ceil(min(batch_size + 2 * batch_size**0.5, n) / 8))
     steps_per_epoch = _integer("steps_per_epoch", steps_per_epoch)
     physical_batch_size = _integer("physical_batch_size", physical_batch_size)
-    if class_weight is not None:
-        sample_weight = _weights_of_classes(y, class_weight, sample_weight)
     if seed is not None:
         warnings.warn(
             f"poisson_batches got seed={seed}: whoever knows the seed knows which examples are in "
@@ -148,7 +142,7 @@ def poisson_batches(
             yield _padded_draw(rng, n, batch_size, physical_batch_size)
 
     rows = physical_batch_size if physical_batch_size >= n else None
-    dataset = _gathered((x, y, sample_weight), draws, rows, steps_per_epoch)
+    dataset = _gathered(examples, draws, rows, steps_per_epoch)
     sampling = Sampling.poisson(n, batch_size, adjacency=adjacency, unit=unit)
     return Batches(dataset, sampling, physical_batch_size, steps_per_epoch)
 
@@ -179,13 +173,8 @@ def fixed_order_epochs(
     Raises:
         ValueError, TypeError: as `poisson_batches`.
     """
-    if isinstance(data, tf.data.Dataset):
-        data = _read(data, _integer("max_bytes", max_bytes))
-    x, y, sample_weight = _tensors(data, _integer("max_bytes", max_bytes))
-    n = len(keras.tree.flatten(x)[0])
+    examples, n = _examples(data, class_weight, max_bytes)
     batch_size = _integer("batch_size", batch_size, at_most=n)
-    if class_weight is not None:
-        sample_weight = _weights_of_classes(y, class_weight, sample_weight)
     sampling = Sampling.fixed_order(
         n, batch_size, adjacency, unit=unit, drop_remainder=drop_remainder
     )
@@ -196,7 +185,7 @@ def fixed_order_epochs(
     def epoch():
         yield from order.reshape(steps, batch_size)
 
-    dataset = _gathered((x, y, sample_weight), epoch, batch_size, steps)
+    dataset = _gathered(examples, epoch, batch_size, steps)
     return Batches(dataset, sampling, batch_size, steps)
 
 
@@ -351,6 +340,17 @@ def _padded_draw(rng, n, batch_size, block):
     indices = np.full(block * max(1, -(-size // block)), -1, np.int64)
     indices[:size] = rng.choice(n, size, replace=False, shuffle=False)
     return indices
+
+
+def _examples(data, class_weight, max_bytes):
+    """((x, y, sample_weight) as tensors, their number), class weights multiplied in."""
+    max_bytes = _integer("max_bytes", max_bytes)
+    if isinstance(data, tf.data.Dataset):
+        data = _read(data, max_bytes)
+    x, y, sample_weight = _tensors(data, max_bytes)
+    if class_weight is not None:
+        sample_weight = _weights_of_classes(y, class_weight, sample_weight)
+    return (x, y, sample_weight), len(keras.tree.flatten(x)[0])
 
 
 def _read(dataset, max_bytes):

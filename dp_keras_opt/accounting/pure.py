@@ -62,8 +62,3 @@ def amplified(epsilon, probability):
     if epsilon > 30:  # e^ε outgrows the 1
         return epsilon + math.log(probability + (1 - probability) * math.exp(-epsilon))
     return math.log1p(probability * math.expm1(epsilon))
-
-
-def before_sampling(epsilon, probability):
-    """ln(1 + (e^ε − 1)/q): what `amplified` maps to epsilon."""
-    return math.log1p(math.expm1(epsilon) / probability)

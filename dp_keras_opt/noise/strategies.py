@@ -8,7 +8,7 @@ how far one example, with all its participations, moves C x.
 import functools
 
 import numpy as np
-from scipy import linalg, optimize, signal
+from scipy import optimize, signal
 
 
 def square_root_coefficients(count):
@@ -56,13 +56,6 @@ def inverse_coefficients(coefficients, steps):
     impulse = np.zeros(steps)
     impulse[0] = 1.0
     return signal.lfilter([1.0], coefficients, impulse)
-
-
-def toeplitz(coefficients, steps):
-    """C as a (T, T) matrix."""
-    column = np.zeros(steps)
-    column[: min(len(coefficients), steps)] = coefficients[:steps]
-    return linalg.toeplitz(column, np.zeros(steps))
 
 
 def toeplitz_sensitivity(coefficients, steps, separation=None):

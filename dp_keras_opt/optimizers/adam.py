@@ -68,9 +68,8 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
             m = self._momentums[self._get_variable_index(variable)]
             self.assign_add(m, (gradient - m) * (1 - self.beta_1))
             gradient = ops.convert_to_tensor(m)
-            rate = debiased(
-                rate, self.beta_1, self._steps(self.iterations + 1)
-            )  # instead of m: a scalar
+            steps = self._steps(self.iterations + 1)
+            rate = debiased(rate, self.beta_1, steps)  # instead of m: a scalar
         self._descend(variable, rate * gradient / root)
 
     @property
