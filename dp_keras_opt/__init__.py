@@ -20,7 +20,8 @@ from dp_keras_opt import (
     serving,
     theory,
 )
-from dp_keras_opt.model import DPModel, PrivacyBudgetError, make_private
+from dp_keras_opt.guard import PrivacyBudgetError
+from dp_keras_opt.model import DPModel, make_private
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ Both give `Batches`, which `DPModel.fit` takes.
 """
 
 import dataclasses
-import numbers
+import secrets
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt import arrays
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.noise.entropy import numpy_generator
 
@@ -47,12 +48,15 @@ class Batches:
         physical_batch_size: the number of rows to process at a time, of which the rows of every
             batch are a multiple; or None: all at once.
         steps_per_epoch: the number of batches in an iteration, or None: unknown.
+        arrangement: the number that the order, or the groups, of the examples were drawn from; to
+            be kept as secret as the noise. None where there is neither.
     """
 
     dataset: Any = dataclasses.field(repr=False)
     sampling: Sampling
     physical_batch_size: int | None = None
     steps_per_epoch: int | None = None
+    arrangement: int | None = dataclasses.field(default=None, repr=False)
 
     def __iter__(self):
         return iter(self.dataset)
@@ -117,14 +121,9 @@ def poisson_batches(
         ValueError, TypeError: for arguments out of range or of another type, and for data that
             are empty, of unequal lengths, infinite, batched or larger than `max_bytes`.
     """
-    examples, n = _examples(data, class_weight, max_bytes)
-    batch_size = _integer("batch_size", batch_size, at_most=n)
-    if steps_per_epoch is None:
-        steps_per_epoch = -(-n // batch_size)
-    if physical_batch_size is None:
-        physical_batch_size = 8 * int(np.ceil(min(batch_size + 2 * batch_size**0.5, n) / 8))
-    steps_per_epoch = _integer("steps_per_epoch", steps_per_epoch)
-    physical_batch_size = _integer("physical_batch_size", physical_batch_size)
+    examples, n = arrays.examples(data, class_weight, max_bytes)
+    batch_size = arrays.integer("batch_size", batch_size, at_most=n)
+    sampling = Sampling.poisson(n, batch_size, adjacency=adjacency, unit=unit)
     if seed is not None:
         warnings.warn(
             f"poisson_batches got seed={seed}: whoever knows the seed knows which examples are in "
@@ -133,18 +132,64 @@ def poisson_batches(
             stacklevel=2,
         )
     root = None if seed is None else numpy_generator(seed)
+    everyone = [np.arange(n)]
+    return _poisson(examples, sampling, everyone, steps_per_epoch, physical_batch_size, root)
 
-    def draws():
-        # A seeded iteration has a stream of its own: how far an earlier one was prefetched before
-        # it was abandoned is a matter of timing, and must not change the draws of this one.
-        rng = numpy_generator() if root is None else root.spawn(1)[0]
-        for _ in range(steps_per_epoch):
-            yield _padded_draw(rng, n, batch_size, physical_batch_size)
 
-    rows = physical_batch_size if physical_batch_size >= n else None
-    dataset = _gathered(examples, draws, rows, steps_per_epoch)
-    sampling = Sampling.poisson(n, batch_size, adjacency=adjacency, unit=unit)
-    return Batches(dataset, sampling, physical_batch_size, steps_per_epoch)
+def cyclic_poisson(
+    data,
+    batch_size,
+    groups,
+    steps_per_epoch=None,
+    *,
+    physical_batch_size=None,
+    class_weight=None,
+    adjacency="add_or_remove_one",
+    unit="example",
+    arrangement=None,
+    max_bytes=4 * 2**30,
+):
+    """Poisson-sampled batches from groups that take turns: for correlated noise, amplified.
+
+    Each of the n examples is assigned to one of the groups at random, whatever the others are, and
+    stays there. At step t each example of group t mod `groups` is in the batch with probability
+    `batch_size * groups / n`, independently. So the steps of an example are at least `groups`
+    apart: noise of at most so many bands is accounted as amplified by the sampling.
+
+    Guarantee: as `poisson_batches`, in every iteration from the first group on.
+
+    Args:
+        data, batch_size, physical_batch_size, class_weight, adjacency, unit, max_bytes: as for
+            `poisson_batches`.
+        groups: from the bands of the noise to n / batch_size.
+        steps_per_epoch: a multiple of `groups`. Default: the least one that is n / batch_size or
+            more.
+        arrangement: None, or what `DPModel.resume_run` returned, for the groups of that run.
+
+    Returns:
+        `Batches` of `(x, y, Rows)`.
+
+    Raises:
+        ValueError, TypeError: as `poisson_batches`; too many groups, or `steps_per_epoch` is no
+            multiple of them.
+
+    Reference: Choquette-Choo et al., "(Amplified) Banded Matrix Factorization", NeurIPS 2023,
+    section 5.
+    """
+    examples, n = arrays.examples(data, class_weight, max_bytes)
+    batch_size = arrays.integer("batch_size", batch_size, at_most=n)
+    groups = arrays.integer("groups", groups, at_most=n)
+    sampling = Sampling.cyclic_poisson(n, batch_size, groups, adjacency, unit=unit)
+    if steps_per_epoch is not None and steps_per_epoch % groups:
+        raise ValueError(
+            f"steps_per_epoch={steps_per_epoch} is not a multiple of groups={groups}: the next "
+            "iteration would begin with the first group too soon."
+        )
+    arrangement = _arrangement(arrangement)
+    group = numpy_generator(arrangement).integers(groups, size=n)
+    members = [np.flatnonzero(group == turn) for turn in range(groups)]
+    batches = _poisson(examples, sampling, members, steps_per_epoch, physical_batch_size)
+    return dataclasses.replace(batches, arrangement=arrangement)
 
 
 def fixed_order_epochs(
@@ -155,6 +200,7 @@ def fixed_order_epochs(
     class_weight=None,
     adjacency="replace_one",
     unit="example",
+    arrangement=None,
     max_bytes=4 * 2**30,
 ):
     """Epochs over data that fit in memory, in one order: for correlated noise.
@@ -166,6 +212,7 @@ def fixed_order_epochs(
         data, class_weight, adjacency, unit, max_bytes: as for `poisson_batches`.
         batch_size: examples in a batch, from 1 to n.
         drop_remainder: whether an incomplete last batch is left out.
+        arrangement: None, or what `DPModel.resume_run` returned, for the order of that run.
 
     Returns:
         `Batches` of `(x, y, Rows)`, an epoch in each iteration.
@@ -173,20 +220,21 @@ def fixed_order_epochs(
     Raises:
         ValueError, TypeError: as `poisson_batches`.
     """
-    examples, n = _examples(data, class_weight, max_bytes)
-    batch_size = _integer("batch_size", batch_size, at_most=n)
+    examples, n = arrays.examples(data, class_weight, max_bytes)
+    batch_size = arrays.integer("batch_size", batch_size, at_most=n)
     sampling = Sampling.fixed_order(
         n, batch_size, adjacency, unit=unit, drop_remainder=drop_remainder
     )
     steps = sampling.steps_per_epoch
+    arrangement = _arrangement(arrangement)
     order = np.full(steps * batch_size, -1, np.int64)
-    order[:n] = numpy_generator().permutation(n)[: len(order)]
+    order[:n] = numpy_generator(arrangement).permutation(n)[: len(order)]
 
     def epoch():
         yield from order.reshape(steps, batch_size)
 
     dataset = _gathered(examples, epoch, batch_size, steps)
-    return Batches(dataset, sampling, batch_size, steps)
+    return Batches(dataset, sampling, batch_size, steps, arrangement)
 
 
 def with_public(private, public, public_batch_size=None):
@@ -213,10 +261,10 @@ def with_public(private, public, public_batch_size=None):
             "private must be Batches of a tf.data.Dataset, such as poisson_batches gives; received "
             f"{private!r}."
         )
-    x, y, _ = _tensors(public, max_bytes=2**40)
+    x, y, _ = arrays.tensors(public, max_bytes=2**40)
     count = len(keras.tree.flatten(x)[0])
     size = count if public_batch_size is None else public_batch_size
-    size = _integer("public_batch_size", size, at_most=count)
+    size = arrays.integer("public_batch_size", size, at_most=count)
     ours = tuple(private.dataset.element_spec[:2])
     theirs = tf.nest.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype), (x, y))
     try:
@@ -283,7 +331,7 @@ def assume_sampling(data, sampling):
             f"Received: {type(data).__name__}. For arrays, use `dp.data.poisson_batches`."
         )
     size = _fixed_batch_size(data)
-    if size is not None and sampling.kind == "poisson":
+    if size is not None and sampling.is_poisson:
         warnings.warn(
             f"`sampling` is Poisson, but `data` has batches of exactly {size} rows: batches of a "
             "fixed size are not Poisson, and the reported ε would be wrong. Use "
@@ -299,6 +347,11 @@ def assume_sampling(data, sampling):
         steps = data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
     except (TypeError, NotImplementedError):  # infinite, unknown or a generator
         steps = None
+    if steps is not None and steps % sampling.period:
+        raise ValueError(
+            f"`sampling` is accounted in periods of {sampling.period} steps, in which an example "
+            f"comes at most once, but `data` begins anew after {steps} batches. Make them agree."
+        )
     return Batches(data, sampling, steps_per_epoch=steps)
 
 
@@ -329,138 +382,45 @@ def _gathered(tensors, draws, rows, steps):
     )
 
 
-def _padded_draw(rng, n, batch_size, block):
-    """The indices of one Poisson draw, padded with -1 to a multiple of `block`.
+def _poisson(examples, sampling, members, steps_per_epoch, physical_batch_size, root=None):
+    """`Batches` in which `members[t mod groups]`, arrays of indices, are drawn at step t."""
+    n, batch_size = sampling.num_examples, sampling.batch_size
+    if steps_per_epoch is None:
+        steps_per_epoch = sampling.steps_per_epoch
+    if physical_batch_size is None:
+        physical_batch_size = 8 * int(np.ceil(min(batch_size + 2 * batch_size**0.5, n) / 8))
+    steps_per_epoch = arrays.integer("steps_per_epoch", steps_per_epoch)
+    physical_batch_size = arrays.integer("physical_batch_size", physical_batch_size)
+
+    def draws():
+        # A seeded iteration has a stream of its own: how far an earlier one was prefetched before
+        # it was abandoned is a matter of timing, and must not change the draws of this one.
+        rng = numpy_generator() if root is None else root.spawn(1)[0]
+        for step in range(steps_per_epoch):
+            turn = members[step % len(members)]
+            yield _padded_draw(rng, turn, sampling.sampling_probability, physical_batch_size)
+
+    rows = physical_batch_size if physical_batch_size >= n else None
+    dataset = _gathered(examples, draws, rows, steps_per_epoch)
+    return Batches(dataset, sampling, physical_batch_size, steps_per_epoch)
+
+
+def _padded_draw(rng, members, probability, block):
+    """The indices of one Poisson draw of `members`, padded with -1 to a multiple of `block`.
 
     n independent coins with probability q show heads Binomial(n, q) times and, given that number,
     on every subset of that size with equal probability. So drawing the number and then a uniform
     subset is the same distribution, without n random numbers a step.
     """
-    size = rng.binomial(n, batch_size / n)
+    size = rng.binomial(len(members), probability)
     indices = np.full(block * max(1, -(-size // block)), -1, np.int64)
-    indices[:size] = rng.choice(n, size, replace=False, shuffle=False)
+    indices[:size] = members[rng.choice(len(members), size, replace=False, shuffle=False)]
     return indices
 
 
-def _examples(data, class_weight, max_bytes):
-    """((x, y, sample_weight) as tensors, their number), class weights multiplied in."""
-    max_bytes = _integer("max_bytes", max_bytes)
-    if isinstance(data, tf.data.Dataset):
-        data = _read(data, max_bytes)
-    x, y, sample_weight = _tensors(data, max_bytes)
-    if class_weight is not None:
-        sample_weight = _weights_of_classes(y, class_weight, sample_weight)
-    return (x, y, sample_weight), len(keras.tree.flatten(x)[0])
-
-
-def _read(dataset, max_bytes):
-    """A finite data set of examples as a tuple of structures of NumPy arrays."""
-    spec, n = dataset.element_spec, int(dataset.cardinality())
-    _check_tuple(spec)
-    if n == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "`data` is an infinite data set, but the probability of an example is batch_size / n. "
-            "Remove `repeat()`, or sample batches yourself and use `dp.data.assume_sampling`."
-        )
-    leaves = tf.nest.flatten(spec)
-    if not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
-        raise TypeError(f"`data` must have dense examples: pad them. Received: {spec}")
-    if all(leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
-        raise ValueError(
-            f"`data` must be examples, but looks like batches: {spec}. Call `.unbatch()`, or state "
-            "the shape of an example with `tf.ensure_shape` in a `map`."
-        )
-    chunks, rows, size = [], 0, 0
-    try:
-        for chunk in dataset.batch(128).as_numpy_iterator():
-            chunks.append(tf.nest.map_structure(_as_floatx, chunk))
-            rows += len(tf.nest.flatten(chunk)[0])
-            size += _nbytes(chunks[-1])
-            _check_size(size if n < 0 else size * n // rows, max_bytes)
-    except tf.errors.InvalidArgumentError as error:
-        raise ValueError(
-            "`data` must have examples of equal shape: pad them or, if they are batches, call "
-            f"`.unbatch()`. TensorFlow says: {error.message}"
-        ) from error
-    if not chunks:
-        raise ValueError("`data` is empty. Received: a data set without examples.")
-    return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *chunks)
-
-
-def _tensors(data, max_bytes):
-    """`(x, y, sample_weight)` as structures of tensors of equal length; the last may be None."""
-    _check_tuple(data)
-    names = ("x", "y", "sample_weight") if len(data) == 3 and data[2] is not None else ("x", "y")
-    # Lists become tuples, as in Keras: tf.data takes a list for one tensor.
-    data = dict(zip(names, keras.tree.lists_to_tuples(data), strict=False))
-    data = {
-        name: tf.nest.map_structure(lambda leaf, name=name: _array(name, leaf), structure)
-        for name, structure in data.items()
-    }
-    lengths = {name: [len(a) for a in tf.nest.flatten(s)] for name, s in data.items()}
-    distinct = set().union(*lengths.values())
-    if not all(lengths.values()) or 0 in distinct:
-        raise ValueError(f"`data` is empty. Received lengths: {lengths}")
-    if len(distinct) > 1:
-        raise ValueError(f"`data` must have arrays of equal length. Received lengths: {lengths}")
-    _check_size(_nbytes(data), max_bytes)
-    with tf.device("CPU:0"):  # where tf.data gathers, also beside a GPU
-        data = tf.nest.map_structure(tf.convert_to_tensor, data)
-    return data["x"], data["y"], data.get("sample_weight")
-
-
-def _array(name, value):
-    """One leaf of the data as a NumPy array with a first dimension."""
-    array = _as_floatx(np.asarray(value))
-    is_object = array.dtype == object and not all(isinstance(v, str | bytes) for v in array.flat)
-    if array.ndim == 0 or is_object:
-        raise TypeError(
-            f"`{name}` must be a dense array of numbers or strings with the examples along its "
-            f"first dimension, or a structure of such. Received: {type(value).__name__}"
-        )
-    if name == "sample_weight":
-        array = array.astype(np.float32)
-        if array.ndim != 1 or not np.isfinite(array).all():
-            raise ValueError(
-                "`sample_weight` must have one finite number for each example. Received: shape "
-                f"{array.shape}, of which {np.sum(~np.isfinite(array))} are not finite"
-            )
-    return array
-
-
-def _as_floatx(array):
-    return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
-
-
-def _nbytes(structure):
-    arrays = tf.nest.flatten(structure)
-    return sum(a.nbytes + (sum(map(len, a.flat)) if a.dtype == object else 0) for a in arrays)
-
-
-def _weights_of_classes(y, class_weight, sample_weight):
-    """The weight of each example's class, times its `sample_weight` where that is given."""
-    if not isinstance(class_weight, dict) or not all(
-        isinstance(w, numbers.Real) and np.isfinite(w) for w in class_weight.values()
-    ):
-        raise TypeError(
-            f"`class_weight` must be a dict from class to finite weight. Received: {class_weight!r}"
-        )
-    if tf.nest.is_nested(y) or tf.nest.is_nested(sample_weight):
-        raise ValueError(
-            "`class_weight` needs one output and one array of weights. Received: a structure of y "
-            "or of `sample_weight`. Put the class weights into `sample_weight` instead."
-        )
-    labels = y.numpy()
-    if labels.ndim == 2:
-        labels = labels.argmax(axis=1) if labels.shape[1] > 1 else labels[:, 0]
-    if labels.ndim != 1 or labels.dtype.kind not in "biuf":
-        raise ValueError(
-            "`class_weight` needs integer classes of shape [n] or [n, 1], or one-hot classes of "
-            f"shape [n, classes]. Received: y of shape {y.shape} and dtype {y.dtype.name}"
-        )
-    classes, index = np.unique(labels.round().astype(np.int64), return_inverse=True)
-    weights = np.array([class_weight.get(int(c), 1.0) for c in classes], np.float32)[index]
-    return tf.convert_to_tensor(weights if sample_weight is None else weights * sample_weight)
+def _arrangement(given):
+    """The number that an order is drawn from: a fresh one, or the one that is given."""
+    return secrets.randbits(128) if given is None else given
 
 
 def _fixed_batch_size(data):
@@ -472,32 +432,6 @@ def _fixed_batch_size(data):
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _check_tuple(data):
-    if not isinstance(data, tuple) or len(data) not in (2, 3):
-        what = f"{len(data)} elements" if isinstance(data, tuple) else type(data).__name__
-        raise TypeError(
-            "`data` must be a tuple (x, y) or (x, y, sample_weight), or a tf.data.Dataset of "
-            f"such. Received: {what}. Without targets, as in an autoencoder, use (x, x)."
-        )
-
-
 def _check_same_form(ours, theirs):
     if ours.dtype != theirs.dtype or not ours.shape[1:].is_compatible_with(theirs.shape[1:]):
         raise ValueError("The shapes or the types of the examples differ.")
-
-
-def _integer(name, value, at_most=None):
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
-    if value < 1 or (at_most is not None and value > at_most):
-        limits = "at least 1" if at_most is None else f"from 1 to the number of examples, {at_most}"
-        raise ValueError(f"`{name}` must be {limits}. Received: {value}")
-    return int(value)
-
-
-def _check_size(size, max_bytes):
-    if size > max_bytes:
-        raise ValueError(
-            f"`data` takes at least {size:,} bytes, but max_bytes={max_bytes:,}. Raise it if there "
-            "is memory, or sample batches yourself and use `dp.data.assume_sampling`."
-        )

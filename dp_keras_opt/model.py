@@ -1,4 +1,4 @@
-"""The model: how it is compiled, and the wrapper around the train function that keeps the books."""
+"""The model: how it is compiled, trained, saved and made from others."""
 
 import inspect
 import math
@@ -14,12 +14,9 @@ from keras.src.models.model import functional_init_arguments
 from dp_keras_opt import clipping
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.data import Batches
+from dp_keras_opt.guard import Guard
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.step import PrivateStep
-
-
-class PrivacyBudgetError(RuntimeError):
-    """A step was asked for that the privacy budget does not allow."""
 
 
 class _LedgerState(tf.train.experimental.PythonState):
@@ -35,7 +32,7 @@ class _LedgerState(tf.train.experimental.PythonState):
         self._ledger.merge(Ledger.from_json(string_value))
 
 
-class DPModel(PrivateStep, keras.Model):
+class DPModel(Guard, PrivateStep, keras.Model):
     """A Keras model whose training step is differentially private.
 
     Used like `keras.Model`: `DPModel(inputs, outputs)` for a functional model, or as the base of a
@@ -75,6 +72,8 @@ class DPModel(PrivateStep, keras.Model):
             "ledger": Ledger(),
             "budget": None,
             "_sampling": None,
+            "_arrangement": None,
+            "_resumed": None,
             "_plans": {},
             "physical_batch_size": None,
             "_block": None,
@@ -130,6 +129,7 @@ class DPModel(PrivateStep, keras.Model):
         super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
         object.__setattr__(self, "physical_batch_size", physical_batch_size)
         object.__setattr__(self, "release_observers", ())
+        object.__setattr__(self, "_resumed", None)
         self._plans.clear()
         self.ledger.close()
 
@@ -150,39 +150,7 @@ class DPModel(PrivateStep, keras.Model):
         object.__setattr__(self, "release_observers", (*self.release_observers, observer))
         self.train_function = None  # to be traced anew
 
-    # Sampling and data.
-
-    @property
-    def sampling(self):
-        """The `Sampling` of the batches, set by `fit`, and to be set before `train_on_batch`."""
-        return self._sampling
-
-    @sampling.setter
-    def sampling(self, sampling):
-        self._sample_as(sampling)
-
-    def _sample_as(self, sampling):
-        """Checks and takes a sampling. A method, because assigning an attribute the object that it
-        holds already is skipped (by TensorFlow's tracking), and the ledger would not be closed."""
-        if not isinstance(sampling, Sampling):
-            raise ValueError(
-                f"sampling must be a dp_keras_opt.accounting.Sampling, received {sampling!r}."
-            )
-        self._assert_compile_called("sampling")
-        if sampling.batch_size != self.optimizer.batch_size:
-            raise ValueError(
-                f"The data is sampled with an expected batch size of {sampling.batch_size}, the "
-                f"optimizer divides by batch_size={self.optimizer.batch_size}. They must be equal."
-            )
-        accounted = self.optimizer.calibrated_for
-        if accounted is not None and accounted != sampling:
-            raise ValueError(
-                f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
-                "Calibrate for this sampling, or set noise_multiplier yourself."
-            )
-        self.optimizer.check_sampling(sampling)
-        object.__setattr__(self, "_sampling", sampling)
-        self.ledger.close()
+    # Training.
 
     def fit(self, *args, **kwargs):
         """Trains the model privately; takes the arguments of `keras.Model.fit`.
@@ -199,7 +167,7 @@ class DPModel(PrivateStep, keras.Model):
         self._assert_compile_called("fit")
         if isinstance(call["x"], Batches):
             batches = call["x"]
-            self._sample_as(batches.sampling)
+            self._sample_as(batches.sampling, batches.arrangement)
             call["x"], call["shuffle"] = batches.dataset, False
             _check_steps(batches, call["steps_per_epoch"])
             call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
@@ -230,114 +198,6 @@ class DPModel(PrivateStep, keras.Model):
         self._assert_compile_called("train_on_batch")
         object.__setattr__(self, "_block", None)
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
-
-    # The wrapper around the train function.
-
-    def make_train_function(self, force=False):
-        """Wraps Keras's train function: check, reserve in the ledger, run, settle.
-
-        Nothing inside the graph can refuse: assertions vanish under XLA.
-        """
-        if self.train_function is not None and not force:
-            return
-        super().make_train_function(force=True)
-        run, steps, optimizer = self.train_function, self.steps_per_execution, self.optimizer
-
-        def train_function(iterator):
-            if self.optimizer is not optimizer or self.steps_per_execution != steps:
-                raise ValueError(
-                    "The optimizer or steps_per_execution was exchanged without compiling again; "
-                    "the compiled training step would not notice. Call compile."
-                )
-            self._enter(steps, iterator)
-            before = self._iterations()
-            try:
-                logs = run(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                self._settle(steps, before)
-                raise
-            self._settle(steps, before)  # the data may have ended in between
-            if self._fitting and not self._affordable(steps):
-                self.stop_training = True
-            return logs
-
-        self.train_function = train_function
-
-    def _enter(self, steps, iterator):
-        """Checks that these steps may run on this data, and reserves them in the ledger."""
-        if self.distribute_strategy.num_replicas_in_sync > 1:  # that of the model, not the scope
-            raise ValueError(
-                "Private training on several replicas is not supported: the noise would be added "
-                "once per replica. Train on one device."
-            )
-        self._prepare(iterator)
-        self._begin_segment()
-        segment = self.ledger.current
-        if segment.schedule.length is not None and segment.last_step != self._iterations():
-            raise ValueError(
-                f"The optimizer's step counter was set to {self._iterations()}, but the noise "
-                f"schedule is accounted up to step {segment.last_step}. Leave the counter alone, "
-                "or compile again with a new optimizer."
-            )
-        if not self._affordable(steps):
-            if not self._fitting:
-                raise PrivacyBudgetError(
-                    f"{steps} more training steps would exceed the privacy budget {self.budget}."
-                )
-            self._warn_of_budget()
-            self.stop_training = True
-            raise StopIteration
-        self.ledger.reserve(steps)
-
-    def _begin_segment(self):
-        """Opens a segment of the ledger for the next steps, where none is open."""
-        current, optimizer = self.ledger.current, self.optimizer
-        if current is not None and (
-            (current.releases, current.schedule, current.clip_norm)
-            == (optimizer.releases, optimizer.noise_schedule, optimizer.clip_norm)
-        ):
-            return
-        if self._sampling is None:
-            raise ValueError(
-                "How batches are sampled is not known, so no ε can be stated. Set "
-                "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
-            )
-        self._sample_as(self._sampling)  # checked again: the model may be compiled anew
-        self.ledger.begin(
-            self.optimizer.releases,
-            self._sampling,
-            schedule=self.optimizer.noise_schedule,
-            clip_norm=self.optimizer.clip_norm,
-            first_step=self._iterations(),
-        )
-        if self.optimizer.noise.is_correlated:
-            self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
-
-    def _iterations(self):
-        return int(self.optimizer.iterations.numpy())
-
-    def _warn_of_budget(self):
-        warnings.warn(
-            f"The privacy budget {self.budget} allows no further step: training stops.",
-            stacklevel=3,
-        )
-
-    def _affordable(self, steps):
-        return self.budget is None or self.budget.affords(self.ledger, steps)
-
-    def _settle(self, reserved, before):
-        """Gives back the reserved steps that did not run, as the optimizer's counter proves.
-
-        Raises:
-            RuntimeError: the counter says that more steps ran, so the ledger would be wrong.
-        """
-        executed = self._iterations() - before
-        if not 0 <= executed <= reserved:
-            raise RuntimeError(
-                f"{reserved} training steps were accounted, but the optimizer counts {executed}. "
-                "Did something set its step counter?"
-            )
-        self.ledger.settle(reserved, executed)
 
     def _report_non_finite(self):
         if self._non_finite is not None and self.non_finite_examples:
@@ -476,12 +336,14 @@ def _sampling_of_arrays(call, optimizer):
 
 
 def _check_steps(batches, steps_per_epoch):
-    """Refuses to break off the epochs of data in a fixed order: they would begin anew too soon."""
-    epoch = batches.sampling.steps_per_epoch
-    if batches.sampling.kind == "fixed_order" and steps_per_epoch not in (None, epoch):
+    """Refuses to break off data that come in an order: they would begin anew too soon."""
+    period, given = batches.sampling.period, batches.steps_per_epoch
+    if period == 1 or batches.sampling.separation is None or steps_per_epoch in (None, given):
+        return
+    if given is not None or steps_per_epoch % period:
         raise ValueError(
-            f"Data in a fixed order are accounted in whole epochs of {epoch} steps; received "
-            f"steps_per_epoch={steps_per_epoch}. Leave it out."
+            f"{batches.sampling.kind!r} sampling is accounted in whole passes over the data, here "
+            f"of {given or period} steps; received steps_per_epoch={steps_per_epoch}. Leave it out."
         )
 
 

@@ -421,7 +421,154 @@ def test_fixed_order_epochs():
     assert dropped.sampling.steps_per_epoch == len(list(dropped.dataset)) == 2
 
 
+# Groups that take turns.
+
+
+def sampled(multiplier, probability, rounds, delta):
+    """ε of so many Poisson-sampled Gaussians, by dp_accounting itself."""
+    event = dp_accounting.PoissonSampledDpEvent(
+        probability, dp_accounting.GaussianDpEvent(multiplier)
+    )
+    event = dp_accounting.SelfComposedDpEvent(event, rounds)
+    return dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(delta)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    ["gaussian", BandedMatrix(30, 5), BandedMatrix(30, 3), SquareRootFactorization(30, 5),
+     noise.from_matrix(lower(30, bands=4))],
+)  # fmt: skip
+@pytest.mark.parametrize(("steps", "rounds"), [(30, 6), (26, 6), (25, 5), (5, 1)])
+def test_bands_are_amplified_by_groups_that_take_turns(mechanism, steps, rounds):
+    sampling = Sampling.cyclic_poisson(2000, 8, 5)
+    largest = 1.0
+    if isinstance(mechanism, noise.correlated.FromMatrix):
+        largest = np.linalg.norm(mechanism.matrix[:steps, :steps], axis=0).max()
+    actual = dp.accounting.epsilon(sgd(mechanism, 2.0), sampling, steps, 1e-5)
+    assert actual == pytest.approx(sampled(2.0 / largest, 8 * 5 / 2000, rounds, 1e-5))
+
+
+def test_one_group_is_poisson_sampling():
+    ours = dp.accounting.epsilon(sgd("gaussian"), Sampling.cyclic_poisson(500, 8, 1), 40, 1e-5)
+    poisson = dp.accounting.epsilon(sgd("gaussian"), Sampling.poisson(500, 8), 40, 1e-5)
+    assert ours == poisson
+
+
+def test_turns_with_a_schedule_count_the_least_noise_of_each_round():
+    optimizer = sgd("gaussian", 2.0, noise_schedule=[1.0, 3.0, 2.0, 0.5, 1.0, 2.0, 4.0])
+    actual = dp.accounting.epsilon(optimizer, Sampling.cyclic_poisson(500, 8, 3), 7, 1e-5)
+    accountant = dp_accounting.rdp.RdpAccountant()
+    for factor in (1.0, 0.5, 4.0):
+        event = dp_accounting.GaussianDpEvent(2.0 * factor)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(24 / 500, event))
+    assert actual == pytest.approx(accountant.get_epsilon(1e-5))
+
+
+def test_a_replaced_example_in_turns_moves_twice_as_far():
+    added, replaced = (
+        Sampling.cyclic_poisson(2000, 8, 5, adjacency)
+        for adjacency in ("add_or_remove_one", "replace_one")
+    )
+    a = dp.accounting.epsilon(sgd(BandedMatrix(30, 5), 2.0), added, 30, 1e-5)
+    b = dp.accounting.epsilon(sgd(BandedMatrix(30, 5), 4.0), replaced, 30, 1e-5)
+    assert a == pytest.approx(b)
+
+
+def test_cyclic_poisson_draws_each_group_in_its_turn():
+    """4000 draws of each example's turn: a frequency is off by 5 standard errors with p < 1e-6."""
+    n, size, groups, rounds = 30, 4, 3, 4000
+    x = np.arange(float(n))[:, None]
+    batches = dp.data.cyclic_poisson((x, x), size, groups, groups * rounds)
+    counts = np.zeros((groups, n))
+    for step, (values, _, rows) in enumerate(batches.dataset):
+        members = values.numpy()[rows.mask.numpy() > 0, 0].astype(int)
+        assert len(set(members)) == len(members)
+        counts[step % groups, members] += 1
+    assert np.all((counts > 0).sum(axis=0) == 1)  # each example has one turn
+    q = size * groups / n
+    assert batches.sampling.sampling_probability == q
+    assert np.abs(counts.sum(axis=0) / rounds - q).max() < 5 * math.sqrt(q * (1 - q) / rounds)
+    assert np.abs(counts.max(axis=0) / rounds - 1.5 * q).min() > 0.05
+    again = [b[0].numpy() for b in dp.data.cyclic_poisson((x, x), size, groups).dataset]
+    assert len(again) == 9  # whole rounds: 30 / 4 → 8 → 9
+
+
+def test_groups_are_assigned_independently():
+    """Their sizes vary as those of a multinomial: the variance of 300 is within 5 errors."""
+    x = np.arange(40.0)[:, None]
+    sizes = []
+    for _ in range(100):
+        batches = dp.data.cyclic_poisson((x, x), 10, 4)  # probability 1: the whole group
+        sizes += [int(b[2].mask.numpy().sum()) for b in batches.dataset][:3]
+    expected = 40 / 4 * 3 / 4
+    assert abs(np.var(sizes) / expected - 1) < 5 * math.sqrt(2 / 300)
+
+
+def test_trains_on_turns():
+    inputs = keras.Input((4,))
+    model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
+    model.compile(sgd(BandedMatrix(24, 3), batch_size=4), "mse")
+    data = np.zeros((ROWS, 4)), np.zeros((ROWS, 3))
+    batches = dp.data.cyclic_poisson(data, 4, 3)
+    model.fit(batches, epochs=3, verbose=0)
+    assert batches.steps_per_epoch == 6 and model.ledger.steps == 18
+    assert model.ledger.epsilon(1e-3) == pytest.approx(sampled(1.0, 4 * 3 / ROWS, 6, 1e-3))
+    with pytest.raises(ValueError, match="whole passes"):
+        model.fit(batches, steps_per_epoch=5, verbose=0)
+
+
+def test_turns_that_break_off_are_a_segment_of_their_own():
+    """Whoever stops after one step and begins with the first group again is in a second round."""
+    inputs = keras.Input((4,))
+    model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
+    model.compile(sgd("gaussian", batch_size=4), "mse")
+    data = np.zeros((ROWS, 4)), np.zeros((ROWS, 3))
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(dp.data.cyclic_poisson(data, 4, 3), callbacks=[Stop()], verbose=0)
+    assert model.ledger.steps == 3
+    assert model.ledger.epsilon(1e-3) == pytest.approx(sampled(1.0, 4 * 3 / ROWS, 3, 1e-3))
+
+
 # Errors.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: dp.data.cyclic_poisson(x, 8, 4), "probability above 1. Use at most 3 groups"),
+        (lambda x: dp.data.cyclic_poisson(x, 8, 3, 7), "not a multiple of groups=3"),
+        (lambda x: dp.data.cyclic_poisson(x, 8, 0), "`groups` must be from 1"),
+        (lambda x: Sampling.cyclic_poisson(ROWS, 8, 2.0), "groups must be an integer"),
+        (lambda x: Sampling("poisson", ROWS, 8, "zero_out", groups=2), "Only cyclic"),
+    ],
+)
+def test_refuses_turns_that_are_none(make, message):
+    data = np.zeros((ROWS, 4)), np.zeros((ROWS, 3))
+    with pytest.raises(ValueError, match=message):
+        make(data)
+
+
+def test_refuses_data_that_begin_anew_in_mid_epoch():
+    data = tf.data.Dataset.from_tensors((np.zeros((8, 4)), np.zeros((8, 3)))).repeat(2)
+    with pytest.raises(ValueError, match="begins anew after 2 batches"):
+        dp.data.assume_sampling(data, Sampling.fixed_order(ROWS, 8))
+    dp.data.assume_sampling(data.repeat(3), Sampling.fixed_order(ROWS, 8))
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [BandedMatrix(30, 6), SquareRootFactorization(30, 6), TreeAggregation(30),
+     noise.from_matrix(lower(30))],
+)  # fmt: skip
+def test_refuses_more_bands_than_groups(mechanism):
+    with pytest.raises(ValueError, match="Use more groups"):
+        dp.accounting.epsilon(sgd(mechanism), Sampling.cyclic_poisson(2000, 8, 5), 30, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -472,5 +619,5 @@ def test_refuses_to_break_off_epochs():
     model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
     model.compile(sgd(BandedMatrix(9, 3)), "mse")
     data = np.zeros((ROWS, 4)), np.zeros((ROWS, 3))
-    with pytest.raises(ValueError, match="whole epochs"):
+    with pytest.raises(ValueError, match="whole passes"):
         model.fit(dp.data.fixed_order_epochs(data, 8), steps_per_epoch=2, verbose=0)

@@ -96,28 +96,35 @@ def segment_event(
 
 
 def _run_event(releases, sampling, alphas, steps):
-    """All steps of a run of correlated noise: one release for each of `releases`."""
+    """All steps of a run of correlated noise.
+
+    One release for each of `releases`; with cyclic Poisson sampling, one for each round of the
+    groups, of which each is amplified: an example's participations lie further apart than the
+    bands, so that each shows in rows of C x of its own.
+    """
     if not steps:
         return dp_accounting.NoOpDpEvent()
     if np.ndim(alphas) or alphas != 1:
         raise ValueError("Correlated noise is accounted with constant noise only.")
-    separation = {"full": 1, "fixed_order": sampling.steps_per_epoch}.get(sampling.kind)
-    if separation is None:
-        raise ValueError(f"Correlated noise is not accounted with {sampling.kind!r} sampling.")
-    separation = None if separation >= steps else separation
-    moved = [
-        _sensitivity(release, sampling.noise_adjacency)
-        * release.mechanism.sensitivity(steps, separation)
-        for release in releases
-    ]
+    for release in releases:
+        release.mechanism.check_sampling(sampling)
     if any(release.multiplier == 0 for release in releases):
         return dp_accounting.NonPrivateDpEvent()
-    return _joint(
+    once = sampling.is_poisson or sampling.separation >= steps
+    event = _joint(
         [
-            release.mechanism.event(release.multiplier / distance)
-            for release, distance in zip(releases, moved, strict=True)
+            release.mechanism.event(
+                release.multiplier
+                / _sensitivity(release, sampling.noise_adjacency)
+                / release.mechanism.sensitivity(steps, None if once else sampling.separation)
+            )
+            for release in releases
         ]
     )
+    if sampling.is_poisson:
+        rounds = -(-steps // sampling.groups)
+        return dp_accounting.SelfComposedDpEvent(_sampled(event, sampling), rounds)
+    return event
 
 
 def _joint(events):
@@ -132,25 +139,24 @@ def _joint(events):
 
 def _sampled(event, sampling):
     """`event` on a batch drawn by `sampling`."""
-    if sampling.kind in ("poisson", "shuffled_accounted_as_poisson"):
+    if sampling.is_poisson or sampling.kind == "shuffled_accounted_as_poisson":
         return dp_accounting.PoissonSampledDpEvent(sampling.sampling_probability, event)
     if sampling.kind == "without_replacement":
         return dp_accounting.SampledWithoutReplacementDpEvent(
             sampling.num_examples, sampling.batch_size, event
         )
-    return event  # full batches; shuffled epochs, which `_factors` has made one release each
+    return event  # full batches; epochs, which `_factors` has made one release each
 
 
 def _factors(sampling, alphas, steps, max_distinct, optimistic):
     """The distinct schedule factors, and how many releases each of them has."""
     if np.ndim(alphas) == 0:
-        if sampling.in_epochs:
-            steps = -(-steps // sampling.steps_per_epoch)  # every started epoch counts
+        steps = -(-steps // sampling.period)  # every period that was begun counts
         return ([alphas], [steps]) if steps else ([], [])
     alphas = np.asarray(alphas, np.float64)
-    if sampling.in_epochs and len(alphas):
-        # An example is in one step of the epoch, at worst in the one with the least noise.
-        alphas = np.minimum.reduceat(alphas, np.arange(0, len(alphas), sampling.steps_per_epoch))
+    if sampling.period > 1 and len(alphas):
+        # An example is in one step of the period, at worst in the one with the least noise.
+        alphas = np.minimum.reduceat(alphas, np.arange(0, len(alphas), sampling.period))
     return _rounded(*np.unique(alphas, return_counts=True), max_distinct, optimistic)
 
 

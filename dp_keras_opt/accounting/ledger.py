@@ -209,6 +209,34 @@ class Ledger:
         self.close()
         self._current = segment
 
+    def segment(self, run, steps):
+        """The segment of a run after exactly so many steps.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for segment in self.segments:
+            if (segment.run, segment.steps) == (run, steps):
+                return segment
+        raise ValueError(
+            f"The ledger has no run {run} of {steps} steps: the model is another one, or of "
+            "another time, than the one whose run is resumed. Load the model that was saved "
+            "with it, or train on without it, which begins a new run."
+        )
+
+    def resume(self, run, steps):
+        """Makes the closed segment of a run the current one again, under a new name.
+
+        The new name keeps apart what two processes do that both go on with the same run.
+
+        Raises:
+            ValueError: there is none of exactly so many steps.
+        """
+        found = self.segment(run, steps)
+        self.close()
+        self._closed.remove(found)
+        self._current = dataclasses.replace(found, run=secrets.token_hex(16))
+
     def reserve(self, steps):
         """Counts `steps` steps that are about to run.
 
@@ -256,9 +284,8 @@ class Ledger:
         self._add(executed - reserved)
         self._pending -= reserved
         current = self._current
-        broke_off = current.steps % current.sampling.steps_per_epoch
-        if current.sampling.in_epochs and broke_off and not self._pending:
-            # The next pass over the data may start afresh, and then is an epoch of its own.
+        if current.steps % current.sampling.period and not self._pending:
+            # The next pass over the data may start afresh, and then is a period of its own.
             self.close()
             if not any(release.mechanism.is_correlated for release in current.releases):
                 # Correlated noise must begin anew first: whoever trains on calls `begin`.

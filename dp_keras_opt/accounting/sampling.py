@@ -12,6 +12,7 @@ ADJACENCIES = {
     "full": ("add_or_remove_one", "zero_out", "replace_one"),
     "shuffled": ("replace_one", "zero_out"),
     "fixed_order": ("replace_one", "zero_out"),
+    "cyclic_poisson": ("add_or_remove_one", "zero_out", "replace_one"),
     "shuffled_accounted_as_poisson": ("add_or_remove_one", "zero_out", "replace_one"),
 }
 
@@ -38,13 +39,14 @@ class Sampling:
 
     Attributes:
         kind: "poisson", "without_replacement", "full", "shuffled",
-            "shuffled_accounted_as_poisson" or "fixed_order".
+            "shuffled_accounted_as_poisson", "fixed_order" or "cyclic_poisson".
         num_examples: n, the number of privacy units in the training set.
         batch_size: B, the *expected* batch size, a public constant.
         adjacency: which data sets are neighbours. "add_or_remove_one": one unit more or fewer;
             "zero_out": the gradient of one unit replaced by 0; "replace_one": one unit changed.
         unit: the privacy unit in words, e.g. "rating" where a row of the data is a rating.
         drop_remainder: for shuffled epochs, whether an incomplete last batch is dropped.
+        groups: for cyclic Poisson sampling, into how many groups the units are divided.
 
     Raises:
         ValueError: an argument is of the wrong type or out of range, or the adjacency cannot be
@@ -57,6 +59,7 @@ class Sampling:
     adjacency: str
     unit: str = "example"
     drop_remainder: bool = False
+    groups: int = 1
 
     def __post_init__(self):
         if self.kind not in ADJACENCIES:
@@ -93,6 +96,18 @@ class Sampling:
                 "drop_remainder must be True or False, and only epochs over the data have a "
                 f"remainder; received {self.drop_remainder!r} with {self.kind!r} sampling."
             )
+        groups = whole_number(self.groups, "groups", 1, "Give the number of groups.")
+        if groups > 1 and self.kind != "cyclic_poisson":
+            raise ValueError(
+                f"Only cyclic Poisson sampling has groups; received groups={groups} with "
+                f"{self.kind!r} sampling."
+            )
+        if size * groups > n:
+            raise ValueError(
+                f"batch_size={size} from one of {groups} groups of {n} {self.unit}s would need a "
+                f"sampling probability above 1. Use at most {n // size} groups, or a smaller batch."
+            )
+        object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "num_examples", n)
         object.__setattr__(self, "batch_size", size)
 
@@ -163,22 +178,47 @@ class Sampling:
         """
         return cls("fixed_order", num_examples, batch_size, adjacency, unit, drop_remainder)
 
+    @classmethod
+    def cyclic_poisson(
+        cls, num_examples, batch_size, groups, adjacency="add_or_remove_one", *, unit="example"
+    ):
+        """Poisson sampling from one group of units after the other, in turns.
+
+        Each unit is assigned to a group without looking at the data. At step t those of group
+        t mod groups are in the batch, each independently with probability B·groups/n. So a unit's
+        steps are at least `groups` apart, as correlated noise wants it, and still amplified.
+        """
+        return cls("cyclic_poisson", num_examples, batch_size, adjacency, unit, groups=groups)
+
     @property
-    def in_epochs(self):
-        """Whether each unit comes at most once an epoch, without amplification by sampling."""
-        return self.kind in ("shuffled", "fixed_order")
+    def is_poisson(self):
+        """Whether units are drawn independently, so that batches can be of any size."""
+        return self.kind in ("poisson", "cyclic_poisson")
 
     @property
     def sampling_probability(self):
-        """q = B/n, the chance of a unit to be in a given batch."""
-        return self.batch_size / self.num_examples
+        """q, the chance of a unit to be in a batch that it can be in: B/n, or B·groups/n."""
+        return self.batch_size * self.groups / self.num_examples
 
     @property
     def steps_per_epoch(self):
-        """Batches in one pass over the data."""
+        """Batches in one pass over the data; of cyclic sampling, in whole rounds of the groups."""
         if self.drop_remainder:
             return self.num_examples // self.batch_size
-        return math.ceil(self.num_examples / self.batch_size)
+        return self.groups * math.ceil(self.num_examples / (self.batch_size * self.groups))
+
+    @property
+    def period(self):
+        """Each unit is in at most one batch of so many consecutive ones, counted from the start."""
+        if self.kind in ("shuffled", "fixed_order"):
+            return self.steps_per_epoch
+        return self.groups
+
+    @property
+    def separation(self):
+        """How many steps two batches of a unit are apart at least, None where it is not known."""
+        known = {"full": 1, "fixed_order": self.steps_per_epoch, "cyclic_poisson": self.groups}
+        return known.get(self.kind)
 
     @property
     def noise_adjacency(self):
@@ -212,6 +252,10 @@ class Sampling:
             "fixed_order": f"Epochs of {self.steps_per_epoch} steps in one fixed order, in which "
             f"each {unit} comes at most once, always at the same step; accounted without "
             "amplification by sampling.",
+            "cyclic_poisson": f"Cyclic Poisson sampling: the {unit}s are divided into "
+            f"{self.groups} groups without looking at them, which take turns; in its group's "
+            f"turn, each {unit} is in the batch independently with probability "
+            f"{size}*{self.groups}/{n} = {self.sampling_probability:.4g}.",
             "shuffled_accounted_as_poisson": "HEURISTIC, NOT A PROVEN GUARANTEE: the data were "
             f"shuffled, but accounted as if each {unit} were in each batch independently with "
             f"probability {chance} (Poisson sampling); the true epsilon may be larger.",

@@ -30,6 +30,8 @@ class Correlated(Mechanism):
     is_correlated = True
     #: Number of steps that a run may take, None without end.
     length = None
+    #: How many steps the draw of one step shows in, itself included.
+    bands = 1
     #: How many buffers there are for each variable.
     slots = 0
 
@@ -57,13 +59,20 @@ class Correlated(Mechanism):
         """Refuses batches for which the sensitivity of a run is not known.
 
         Raises:
-            ValueError: the examples do not come in a fixed order.
+            ValueError: it is not known how far apart the steps of an example are, or they are too
+                close for the bands.
         """
-        if sampling.kind not in ("fixed_order", "full"):
+        if sampling.separation is None:
             raise ValueError(
-                f"{type(self).__name__} noise needs batches in a fixed order, so that it is known "
-                f"how far apart the steps of an example are; {sampling.kind} sampling says nothing "
-                "of that. Use dp_keras_opt.data.fixed_order_epochs."
+                f"{type(self).__name__} noise needs batches in a fixed order or in turns, so that "
+                f"it is known how far apart the steps of an example are; {sampling.kind} sampling "
+                "says nothing of that. Use dp_keras_opt.data.fixed_order_epochs, or cyclic_poisson."
+            )
+        if sampling.is_poisson and sampling.groups < self.bands:
+            raise ValueError(
+                f"{type(self).__name__} noise with {self.bands} bands is accounted with cyclic "
+                f"Poisson sampling only from {self.bands} groups on; received groups="
+                f"{sampling.groups}. Use more groups or fewer bands."
             )
 
     def unit_noise(self, shapes, source, stream=0):
@@ -137,12 +146,11 @@ class BandedMatrix(_Toeplitz):
 
     def check_sampling(self, sampling):
         super().check_sampling(sampling)
-        separation = 1 if sampling.kind == "full" else sampling.steps_per_epoch
-        if separation < min(self.bands, self.steps):
+        if sampling.separation < min(self.bands, self.steps):
             raise ValueError(
                 f"BandedMatrix(bands={self.bands}) needs an example's steps to be at least as far "
-                f"apart as its bands; here they are {separation} apart. Use fewer bands, or more "
-                "steps an epoch."
+                f"apart as its bands; here they are {sampling.separation} apart. Use fewer bands, "
+                "or more steps an epoch."
             )
 
     def get_config(self):
@@ -186,8 +194,8 @@ class FromMatrix(_Matrix):
             raise ValueError("matrix must have a positive diagonal, or it has no inverse.")
         self.matrix = matrix / np.linalg.norm(matrix, axis=0).max()
         self.length = steps = len(matrix)
-        bands = max(k for k in range(steps) if np.any(np.diag(matrix, -k))) + 1
-        columns = np.arange(steps)[:, None] - np.arange(bands)
+        self.bands = max(k for k in range(steps) if np.any(np.diag(matrix, -k))) + 1
+        columns = np.arange(steps)[:, None] - np.arange(self.bands)
         rows = np.take_along_axis(self.matrix, np.maximum(columns, 0), axis=1)
         self._set_rows(np.where(columns >= 0, rows, 0.0))
         inverse = np.linalg.inv(self.matrix)
@@ -226,6 +234,7 @@ class TreeAggregation(Correlated):
     def __init__(self, steps):
         self.steps, _ = _checked(steps, 1)
         self.length, self.slots = self.steps, self.steps.bit_length()
+        self.bands = self.steps  # not a banded matrix: a node stays until the end
 
     def sensitivity(self, steps, separation=None):
         return strategies.tree_sensitivity(steps, separation)

@@ -55,6 +55,29 @@ class NoiseSource:
             for buffer in buffers:
                 buffer.assign(tf.zeros_like(buffer))
 
+    def export(self):
+        """The buffers of all streams, as NumPy arrays: {stream: [(slots, *shape), …]}."""
+        return {
+            stream: [buffer.numpy() for buffer in buffers]
+            for stream, (_, buffers) in self._memories.items()
+        }
+
+    def restore(self, memories, steps):
+        """Goes on with a run after so many steps, from what `export` gave.
+
+        Raises:
+            ValueError: the buffers do not fit.
+        """
+        own = {stream: [tuple(b.shape) for b in buffers] for stream, (_, buffers) in
+               self._memories.items()}  # fmt: skip
+        theirs = {stream: [b.shape for b in buffers] for stream, buffers in memories.items()}
+        if own != theirs:
+            raise ValueError(f"Past noise of the shapes {theirs} does not fit {own}.")
+        for stream, (step, buffers) in self._memories.items():
+            step.assign(steps)
+            for buffer, past in zip(buffers, memories[stream], strict=True):
+                buffer.assign(past)
+
     def step(self, stream):
         """Steps of the run so far."""
         return self._memories[stream][0].read_value()

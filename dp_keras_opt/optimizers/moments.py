@@ -215,7 +215,7 @@ class Joint(SecondMoment):
 
     def check_sampling(self, sampling):
         least = JointMoments.SAFE_FOR_ALL_SIZES
-        if sampling.kind == "poisson" and (self.max_batch_size or 0) < least:
+        if sampling.is_poisson and (self.max_batch_size or 0) < least:
             raise ValueError(
                 f"second_moment={type(self).__name__} under Poisson sampling needs a "
                 f"max_batch_size of at least {least}: batches can be of any size, so the "

@@ -1,0 +1,255 @@
+"""The guard around the train function: no step without its entry in the ledger."""
+
+import warnings
+
+import tensorflow as tf
+
+from dp_keras_opt.accounting import Sampling
+from dp_keras_opt.noise import resume
+
+
+class PrivacyBudgetError(RuntimeError):
+    """A step was asked for that the privacy budget does not allow."""
+
+
+class Guard:
+    """Mixin over `keras.Model`: checks sampling, schedule and budget, and enters each step.
+
+    It reads `optimizer`, `ledger`, `budget` and `_fitting`, and keeps `_sampling`, `_arrangement`
+    and `_resumed`; `DPModel` has them.
+    """
+
+    # How batches are sampled.
+
+    @property
+    def sampling(self):
+        """The `Sampling` of the batches, set by `fit`, and to be set before `train_on_batch`."""
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling):
+        self._sample_as(sampling)
+
+    def _sample_as(self, sampling, arrangement=None):
+        """Checks and takes a sampling. A method, because assigning an attribute the object that it
+        holds already is skipped (by TensorFlow's tracking), and the ledger would not be closed."""
+        if not isinstance(sampling, Sampling):
+            raise ValueError(
+                f"sampling must be a dp_keras_opt.accounting.Sampling, received {sampling!r}."
+            )
+        self._assert_compile_called("sampling")
+        if sampling.batch_size != self.optimizer.batch_size:
+            raise ValueError(
+                f"The data is sampled with an expected batch size of {sampling.batch_size}, the "
+                f"optimizer divides by batch_size={self.optimizer.batch_size}. They must be equal."
+            )
+        accounted = self.optimizer.calibrated_for
+        if accounted is not None and accounted != sampling:
+            raise ValueError(
+                f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
+                "Calibrate for this sampling, or set noise_multiplier yourself."
+            )
+        self.optimizer.check_sampling(sampling)
+        object.__setattr__(self, "_sampling", sampling)
+        object.__setattr__(self, "_arrangement", arrangement)
+        self.ledger.close()
+
+    # The wrapper around the train function.
+
+    def make_train_function(self, force=False):
+        """Wraps Keras's train function: check, reserve in the ledger, run, settle.
+
+        Nothing inside the graph can refuse: assertions vanish under XLA.
+        """
+        if self.train_function is not None and not force:
+            return
+        super().make_train_function(force=True)
+        run, steps, optimizer = self.train_function, self.steps_per_execution, self.optimizer
+
+        def train_function(iterator):
+            if self.optimizer is not optimizer or self.steps_per_execution != steps:
+                raise ValueError(
+                    "The optimizer or steps_per_execution was exchanged without compiling again; "
+                    "the compiled training step would not notice. Call compile."
+                )
+            self._enter(steps, iterator)
+            before = self._iterations()
+            try:
+                logs = run(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                self._settle(steps, before)
+                raise
+            self._settle(steps, before)  # the data may have ended in between
+            if self._fitting and not self._affordable(steps):
+                self.stop_training = True
+            return logs
+
+        self.train_function = train_function
+
+    def _enter(self, steps, iterator):
+        """Checks that these steps may run on this data, and reserves them in the ledger."""
+        if self.distribute_strategy.num_replicas_in_sync > 1:  # that of the model, not the scope
+            raise ValueError(
+                "Private training on several replicas is not supported: the noise would be added "
+                "once per replica. Train on one device."
+            )
+        self._prepare(iterator)
+        self._begin_segment()
+        segment = self.ledger.current
+        if segment.schedule.length is not None and segment.last_step != self._iterations():
+            raise ValueError(
+                f"The optimizer's step counter was set to {self._iterations()}, but the noise "
+                f"schedule is accounted up to step {segment.last_step}. Leave the counter alone, "
+                "or compile again with a new optimizer."
+            )
+        if not self._affordable(steps):
+            if not self._fitting:
+                raise PrivacyBudgetError(
+                    f"{steps} more training steps would exceed the privacy budget {self.budget}."
+                )
+            self._warn_of_budget()
+            self.stop_training = True
+            raise StopIteration
+        self.ledger.reserve(steps)
+
+    def _begin_segment(self):
+        """Opens a segment of the ledger for the next steps, where none is open."""
+        current, optimizer = self.ledger.current, self.optimizer
+        if current is not None and (
+            (current.releases, current.schedule, current.clip_norm)
+            == (optimizer.releases, optimizer.noise_schedule, optimizer.clip_norm)
+        ):
+            return
+        if self._sampling is None:
+            raise ValueError(
+                "How batches are sampled is not known, so no ε can be stated. Set "
+                "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
+            )
+        # Checked again: the model may be compiled anew.
+        self._sample_as(self._sampling, self._arrangement)
+        if self._resumed is not None:
+            self._go_on_with_run()
+            return
+        self.ledger.begin(
+            self.optimizer.releases,
+            self._sampling,
+            schedule=self.optimizer.noise_schedule,
+            clip_norm=self.optimizer.clip_norm,
+            first_step=self._iterations(),
+        )
+        if self.optimizer.noise.is_correlated:
+            self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
+
+    # Runs of correlated noise that outlive the process.
+
+    def save_run(self, filepath):
+        """Hands the current run of correlated noise over to a file, which is secret.
+
+        The model itself begins a new run if it is trained on; save it too (`save`), before or
+        after. Call this between epochs.
+
+        Guarantee: the run goes on in one place only, since `resume_run` deletes the file. Against
+        copies of the file nothing can be done here; do not make any.
+
+        Args:
+            filepath: a new file, whose name ends in ".secret.npz". It holds past noise: whoever has
+                it and what was released has the raw gradients.
+
+        Raises:
+            ValueError: there is no run of correlated noise, or it broke off in the midst of an
+                epoch (of a round of groups), after which its batches cannot go on as accounted.
+            OSError: the file exists, or cannot be written.
+        """
+        self._assert_compile_called("save_run")
+        segment = self.ledger.current
+        correlated = self.optimizer.noise.is_correlated
+        if segment is None or not correlated or not segment.steps:
+            raise ValueError(
+                "There is no run to save: only correlated noise, once training has begun, has a "
+                "past that the next steps need. Save the model."
+            )
+        if segment.steps % segment.sampling.period:
+            raise ValueError(
+                f"The run broke off after {segment.steps} steps, which are no whole rounds of "
+                f"{segment.sampling.period}: its batches cannot go on as accounted."
+            )
+        source = self.optimizer.noise_source
+        resume.write(
+            filepath,
+            resume.SavedRun(segment.run, segment.steps, self._arrangement, source.export()),
+        )
+        self.ledger.close()
+        source.restart()
+
+    def resume_run(self, filepath):
+        """Goes on with a run of correlated noise that `save_run` saved, and deletes its file.
+
+        The next `fit` continues the run: one mechanism, accounted as one. It must have the same
+        optimizer and data, in the same arrangement:
+        `fixed_order_epochs(..., arrangement=model.resume_run(filepath))`.
+
+        Returns:
+            The arrangement of the examples, for `fixed_order_epochs` or `cyclic_poisson`; None for
+            batches of your own.
+
+        Raises:
+            ValueError: the model is not the one, or not of the time, at which the run was saved.
+            OSError: the file is not there, or cannot be deleted.
+        """
+        self._assert_compile_called("resume_run")
+        saved = resume.read(filepath)
+        self.ledger.segment(saved.run, saved.steps)
+        resume.delete(filepath)
+        object.__setattr__(self, "_resumed", saved)
+        return saved.arrangement
+
+    def _go_on_with_run(self):
+        """Makes the resumed run that of the next steps, if they are as they were."""
+        saved, optimizer = self._resumed, self.optimizer
+        segment = self.ledger.segment(saved.run, saved.steps)
+        different = [
+            name
+            for name, before, now in (
+                ("releases (noise)", segment.releases, optimizer.releases),
+                ("clip norm", segment.clip_norm, optimizer.clip_norm),
+                ("sampling", segment.sampling, self._sampling),
+                ("arrangement of the data", saved.arrangement, self._arrangement),
+            )
+            if before != now
+        ]
+        if different:
+            raise ValueError(
+                f"The resumed run had another {' and another '.join(different)}. Go on as it was, "
+                "with what resume_run returned as the data's arrangement; or compile the model "
+                "anew, which begins a new run."
+            )
+        optimizer.serve(self.trainable_variables)
+        optimizer.noise_source.restore(saved.memories, saved.steps)
+        self.ledger.resume(saved.run, saved.steps)
+        object.__setattr__(self, "_resumed", None)
+
+    def _iterations(self):
+        return int(self.optimizer.iterations.numpy())
+
+    def _warn_of_budget(self):
+        warnings.warn(
+            f"The privacy budget {self.budget} allows no further step: training stops.",
+            stacklevel=3,
+        )
+
+    def _affordable(self, steps):
+        return self.budget is None or self.budget.affords(self.ledger, steps)
+
+    def _settle(self, reserved, before):
+        """Gives back the reserved steps that did not run, as the optimizer's counter proves.
+
+        Raises:
+            RuntimeError: the counter says that more steps ran, so the ledger would be wrong.
+        """
+        executed = self._iterations() - before
+        if not 0 <= executed <= reserved:
+            raise RuntimeError(
+                f"{reserved} training steps were accounted, but the optimizer counts {executed}. "
+                "Did something set its step counter?"
+            )
+        self.ledger.settle(reserved, executed)
