@@ -6,6 +6,8 @@ the raw sum. They live in the `NoiseSource`, which nothing saves.
 """
 
 import abc
+import functools
+import math
 
 import dp_accounting
 import keras
@@ -76,20 +78,35 @@ class Correlated(Mechanism):
             )
 
     def unit_noise(self, shapes, source, stream=0):
-        step, buffers = source.memory(stream)
+        step, past = source.memory(stream)
         gain, weights, slot, keeps_noise = self.mixing(step)
-        result = []
-        for shape, buffer in zip(shapes, buffers, strict=True):
-            draw = source.normal(shape)
-            if not self.slots:
-                result.append(gain * draw)
-                continue
-            noise = gain * (draw + tf.tensordot(weights, buffer, 1))
-            kept = noise if keeps_noise else draw
-            buffer.scatter_update(tf.IndexedSlices(kept[None], slot[None]))
-            result.append(noise)
         step.assign_add(1)
-        return result
+        draws = [source.normal(shape) for shape in shapes]
+        if not self.slots:
+            return [gain * draw for draw in draws]
+        draw = tf.concat([tf.reshape(part, [-1]) for part in draws], axis=0)
+        noise = _mixed(draw, gain, weights, [buffer.read_value() for buffer in past])
+        _overwrite(past, slot, noise if keeps_noise else draw)
+        parts = tf.split(noise, [math.prod(shape) for shape in shapes])
+        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _mixed(draw, gain, weights, past):
+    """gain·(draw + Σ weights·past), compiled: in one pass over the buffers."""
+    for index, buffer in enumerate(past):
+        draw += weights[index] * buffer
+    return gain * draw
+
+
+def _overwrite(past, slot, value):
+    """past[slot] ← value. A variable each: TensorFlow would copy a stacked one at every step."""
+
+    def write(buffer):
+        buffer.assign(value)
+        return slot
+
+    tf.switch_case(slot, [functools.partial(write, buffer) for buffer in past])
 
 
 class _Matrix(Correlated):
@@ -103,7 +120,7 @@ class _Matrix(Correlated):
         rows = tf.constant(self._rows, tf.float32)
         row = rows if rows.shape.rank == 1 else tf.gather(rows, step)
         if not self.slots:
-            return 1 / row[0], None, None, True
+            return 1 / row[0], [], None, True
         slot = tf.cast(step % self.slots, tf.int32)
         lags = (slot - tf.range(self.slots) - 1) % self.slots + 1  # how old each buffer is
         return 1 / row[0], -tf.gather(row, lags), slot, True

@@ -1,5 +1,6 @@
 """Where randomness comes from: the operating system, unless a user asks for a seed."""
 
+import math
 import secrets
 import warnings
 
@@ -34,14 +35,15 @@ class NoiseSource:
             self._generator = tf.random.Generator.from_state(state, alg="philox")
 
     def remember(self, stream, slots, shapes):
-        """Makes the memory of a stream of correlated noise: so many buffers for each variable.
+        """Makes the memory of a stream of correlated noise: so many buffers of all variables.
 
         The buffers are past noise, as secret as the generator, and like it saved nowhere.
         """
+        size = sum(math.prod(shape) for shape in shapes)
         with tf.init_scope():
             self._memories[stream] = (
                 tf.Variable(0, dtype=tf.int64, trainable=False),
-                [tf.Variable(tf.zeros((slots, *shape)), trainable=False) for shape in shapes],
+                [tf.Variable(tf.zeros((size,)), trainable=False) for _ in range(slots)],
             )
 
     def memory(self, stream):
@@ -56,7 +58,7 @@ class NoiseSource:
                 buffer.assign(tf.zeros_like(buffer))
 
     def export(self):
-        """The buffers of all streams, as NumPy arrays: {stream: [(slots, *shape), …]}."""
+        """The buffers of all streams, as NumPy arrays: {stream: [(size,), …]}."""
         return {
             stream: [buffer.numpy() for buffer in buffers]
             for stream, (_, buffers) in self._memories.items()

@@ -20,7 +20,7 @@ class SavedRun(NamedTuple):
     run: str  # name of its segment in the ledger
     steps: int  # how many of it were taken
     arrangement: int | None  # of the examples; see `data.Batches`
-    memories: dict  # stream -> the buffers of each variable, float32 (slots, *shape)
+    memories: dict  # stream -> its buffers, float32 (size,)
 
 
 def write(path, saved):
