@@ -337,13 +337,12 @@ def _sampling_of_arrays(call, optimizer):
 
 def _check_steps(batches, steps_per_epoch):
     """Refuses to break off data that come in an order: they would begin anew too soon."""
-    period, given = batches.sampling.period, batches.steps_per_epoch
-    if period == 1 or batches.sampling.separation is None or steps_per_epoch in (None, given):
-        return
-    if given is not None or steps_per_epoch % period:
+    sampling, whole = batches.sampling, batches.steps_per_epoch
+    ordered = sampling.period > 1 and sampling.separation is not None
+    if ordered and whole is not None and steps_per_epoch not in (None, whole):
         raise ValueError(
-            f"{batches.sampling.kind!r} sampling is accounted in whole passes over the data, here "
-            f"of {given or period} steps; received steps_per_epoch={steps_per_epoch}. Leave it out."
+            f"{sampling.kind!r} sampling is accounted in whole passes over the data, here of "
+            f"{whole} steps; received steps_per_epoch={steps_per_epoch}. Leave it out."
         )
 
 

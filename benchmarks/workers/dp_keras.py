@@ -9,13 +9,15 @@ from workers.keras_common import fit_steps, inputs_and_outputs, optimizer_megaby
 from workers.keras_plain import peak_megabytes, require
 from workers.protocol import serve
 
+MOST_STEPS = 2000
+
 
 def prepare(workload, variant, batch_size, device):
     """See `protocol.serve`.
 
     Variants: "dpsgd", "dp2rmsprop", "galore", the second moments of DPAdam; after them "+xla" to
-    compile the step on the CPU too, "+pieces" for physical batches of 256, or "+" and the name of a
-    filter.
+    compile the step on the CPU too, "+pieces" for physical batches of 256, "+bands16" for noise of
+    16 bands, or "+" and the name of a filter.
     """
     require(device)
     variant, *options = variant.split("+")
@@ -28,13 +30,16 @@ def prepare(workload, variant, batch_size, device):
         physical_batch_size=256 if "pieces" in options else None,
     )
     data = tf.data.Dataset.from_tensors(spec.batch(batch_size)).repeat()
-    data = dp.data.assume_sampling(data, dp.accounting.Sampling.full(batch_size))
+    sampling = dp.accounting.Sampling.fixed_order(MOST_STEPS * batch_size, batch_size)
+    data = dp.data.assume_sampling(data, sampling)
     return fit_steps(keras, model, data), model.count_params(), optimizer_megabytes(model)
 
 
 def optimizer(variant, batch_size, options):
     """The optimizer of a variant, with clip norm 1 and noise multiplier 1."""
     common = {"clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": batch_size}
+    if "bands16" in options:
+        common["noise"] = dp.noise.BandedMatrix(MOST_STEPS, 16)
     common["gradient_filter"] = next((o for o in options if o in dp.filters.PRESETS), None)
     if variant == "dpsgd":
         return dp.optimizers.DPSGD(0.01, **common)
