@@ -347,11 +347,6 @@ def assume_sampling(data, sampling):
         steps = data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
     except (TypeError, NotImplementedError):  # infinite, unknown or a generator
         steps = None
-    if steps is not None and steps % sampling.period:
-        raise ValueError(
-            f"`sampling` is accounted in periods of {sampling.period} steps, in which an example "
-            f"comes at most once, but `data` begins anew after {steps} batches. Make them agree."
-        )
     return Batches(data, sampling, steps_per_epoch=steps)
 
 

@@ -4,7 +4,7 @@ import warnings
 
 import tensorflow as tf
 
-from dp_keras_opt.accounting import Sampling
+from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.noise import resume
 
 
@@ -15,9 +15,38 @@ class PrivacyBudgetError(RuntimeError):
 class Guard:
     """Mixin over `keras.Model`: checks sampling, schedule and budget, and enters each step.
 
-    It reads `optimizer`, `ledger`, `budget` and `_fitting`, and keeps `_sampling`, `_arrangement`
-    and `_resumed`; `DPModel` has them.
+    It reads `optimizer`, `budget` and `_fitting`, and keeps `_ledger`, `_run`, `_stepping`,
+    `_sampling`, `_arrangement` and `_resumed`; `DPModel` has them.
     """
+
+    @property
+    def ledger(self):
+        """The `accounting.Ledger` of what the model has spent.
+
+        Assign `Ledger("spent.jsonl")` to keep it in a file, or one ledger to several models that
+        are trained on the same data; what the model has spent before is added to it.
+        """
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger):
+        if not isinstance(ledger, Ledger):
+            raise ValueError(
+                f"ledger must be a dp_keras_opt.accounting.Ledger, received {ledger!r}."
+            )
+        ledger.merge(self._ledger)
+        object.__setattr__(self, "_ledger", ledger)
+        self._ledger_state.ledger = ledger
+
+    def _sync_ledger(self):
+        try:
+            self.ledger.sync()
+        except OSError as error:
+            warnings.warn(
+                f"{self.ledger.path} could not be brought up to date ({error}): it counts more "
+                "steps than ran, which is safe.",
+                stacklevel=3,
+            )
 
     # How batches are sampled.
 
@@ -74,11 +103,14 @@ class Guard:
                 )
             self._enter(steps, iterator)
             before = self._iterations()
+            object.__setattr__(self, "_stepping", True)
             try:
                 logs = run(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 self._settle(steps, before)
                 raise
+            finally:
+                object.__setattr__(self, "_stepping", False)
             self._settle(steps, before)  # the data may have ended in between
             if self._fitting and not self._affordable(steps):
                 self.stop_training = True
@@ -115,9 +147,13 @@ class Guard:
     def _begin_segment(self):
         """Opens a segment of the ledger for the next steps, where none is open."""
         current, optimizer = self.ledger.current, self.optimizer
-        if current is not None and (
-            (current.releases, current.schedule, current.clip_norm)
-            == (optimizer.releases, optimizer.noise_schedule, optimizer.clip_norm)
+        if (
+            current is not None
+            and current.run == self._run
+            and (
+                (current.releases, current.schedule, current.clip_norm)
+                == (optimizer.releases, optimizer.noise_schedule, optimizer.clip_norm)
+            )
         ):
             return
         if self._sampling is None:
@@ -127,18 +163,22 @@ class Guard:
             )
         # Checked again: the model may be compiled anew.
         self._sample_as(self._sampling, self._arrangement)
+        for layer in self._flatten_layers(include_self=False):
+            if isinstance(layer, Guard):  # what it spent is in the weights, too
+                self.ledger.merge(layer.ledger)
         if self._resumed is not None:
             self._go_on_with_run()
-            return
-        self.ledger.begin(
-            self.optimizer.releases,
-            self._sampling,
-            schedule=self.optimizer.noise_schedule,
-            clip_norm=self.optimizer.clip_norm,
-            first_step=self._iterations(),
-        )
-        if self.optimizer.noise.is_correlated:
-            self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
+        else:
+            self.ledger.begin(
+                self.optimizer.releases,
+                self._sampling,
+                schedule=self.optimizer.noise_schedule,
+                clip_norm=self.optimizer.clip_norm,
+                first_step=self._iterations(),
+            )
+            if self.optimizer.noise.is_correlated:
+                self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
+        object.__setattr__(self, "_run", self.ledger.current.run)
 
     # Runs of correlated noise that outlive the process.
 
@@ -238,7 +278,9 @@ class Guard:
         )
 
     def _affordable(self, steps):
-        return self.budget is None or self.budget.affords(self.ledger, steps)
+        if self.budget is None or self.ledger.current is None:  # the next step begins a segment
+            return True
+        return self.budget.affords(self.ledger, steps)
 
     def _settle(self, reserved, before):
         """Gives back the reserved steps that did not run, as the optimizer's counter proves.

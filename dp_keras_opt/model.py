@@ -23,13 +23,13 @@ class _LedgerState(tf.train.experimental.PythonState):
     """Takes the ledger into `tf.train.Checkpoint`s: a restored model has spent what it had."""
 
     def __init__(self, ledger):
-        self._ledger = ledger
+        self.ledger = ledger
 
     def serialize(self):
-        return self._ledger.to_json()
+        return self.ledger.to_json()
 
     def deserialize(self, string_value):
-        self._ledger.merge(Ledger.from_json(string_value))
+        self.ledger.merge(Ledger.from_json(string_value))
 
 
 class DPModel(Guard, PrivateStep, keras.Model):
@@ -69,7 +69,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
         super().__init__(*args, **kwargs)
         # Plain attributes past Keras's tracking: none of them is a weight.
         for name, value in {
-            "ledger": Ledger(),
+            "_ledger": Ledger(),
+            "_run": None,
             "budget": None,
             "_sampling": None,
             "_arrangement": None,
@@ -78,11 +79,12 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "physical_batch_size": None,
             "_block": None,
             "_fitting": False,
+            "_stepping": False,
             "_non_finite": None,
             "release_observers": (),
         }.items():
             object.__setattr__(self, name, value)
-        self._ledger_state = _LedgerState(self.ledger)  # tracked, for tf.train.Checkpoint
+        self._ledger_state = _LedgerState(self._ledger)  # tracked, for tf.train.Checkpoint
 
     # Compiling.
 
@@ -186,7 +188,11 @@ class DPModel(Guard, PrivateStep, keras.Model):
             return super().fit(*bound.args, **bound.kwargs)
         finally:
             object.__setattr__(self, "_fitting", False)
+            current = self.ledger.current
+            if current and current.breaks_off:  # `train_on_batch` may begin another pass
+                self.ledger.close()
             self._report_non_finite()
+            self._sync_ledger()
 
     def train_on_batch(self, x, y=None, sample_weight=None, class_weight=None, return_dict=False):
         """One private step on a batch that was sampled as `model.sampling` says.
@@ -336,13 +342,27 @@ def _sampling_of_arrays(call, optimizer):
 
 
 def _check_steps(batches, steps_per_epoch):
-    """Refuses to break off data that come in an order: they would begin anew too soon."""
+    """Refuses passes over the data that are not the periods accounted for.
+
+    An example that comes at most once in each of them would come more often.
+    """
     sampling, whole = batches.sampling, batches.steps_per_epoch
     ordered = sampling.period > 1 and sampling.separation is not None
     if ordered and whole is not None and steps_per_epoch not in (None, whole):
         raise ValueError(
             f"{sampling.kind!r} sampling is accounted in whole passes over the data, here of "
             f"{whole} steps; received steps_per_epoch={steps_per_epoch}. Leave it out."
+        )
+    try:
+        length = len(batches.dataset)
+    except (TypeError, NotImplementedError):  # infinite, unknown or a generator
+        return
+    if length % sampling.period:
+        raise ValueError(
+            f"A pass over the data has {length} batches, but {sampling.kind!r} sampling states "
+            f"that an example comes once in {sampling.period}: it would come more often than is "
+            "accounted. State the sampling that takes place (drop_remainder=True where the last "
+            "batch is dropped)."
         )
 
 

@@ -16,13 +16,22 @@ FLOAT16_LOSS_SCALE = 2.0**7
 class PrivateStep:
     """Mixin over `keras.Model`: what happens to one batch, from raw rows to updated weights.
 
-    It reads `optimizer`, `release_observers`, `physical_batch_size` and `_block` (rows to process
-    at once), and keeps `_plans` (which engine serves which layer) and `_non_finite` (a count);
-    `DPModel` has them.
+    It reads `optimizer`, `release_observers`, `physical_batch_size`, `_block` (rows to process at
+    once) and `_stepping` (whether the ledger knows of the step), and keeps `_plans` (which engine
+    serves which layer) and `_non_finite` (a count); `DPModel` has them.
     """
 
     def train_step(self, data):
-        """One logical batch: clip each example, sum, add noise, update (docs: concepts)."""
+        """One logical batch: clip each example, sum, add noise, update (docs: concepts).
+
+        Raises:
+            RuntimeError: it was not called by `fit` or `train_on_batch`, which keep the ledger.
+        """
+        if not self._stepping:
+            raise RuntimeError(
+                "train_step was called past the privacy ledger: its steps would be counted "
+                "nowhere. In a training loop of your own, call train_on_batch."
+            )
         batch = _as_batch(data)
         plan = self._plan(batch)
         optimizer, variables = self.optimizer, self.trainable_variables

@@ -12,6 +12,7 @@ import numpy as np
 from dp_keras_opt import noise
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.events import MAX_DISTINCT, segment_event, step_event
+from dp_keras_opt.accounting.journal import Journal, read
 from dp_keras_opt.accounting.sampling import Sampling, whole_number
 from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.noise import schedules
@@ -50,6 +51,11 @@ class Segment:
     def last_step(self):
         """Where the segment ends in the schedule (exclusive)."""
         return self.first_step + self.steps
+
+    @property
+    def breaks_off(self):
+        """Whether it ends within a period: the next pass over the data may start afresh."""
+        return self.steps % self.sampling.period > 0
 
     @property
     def is_pure(self):
@@ -118,13 +124,19 @@ class Segment:
 
 
 class Ledger:
-    """What a model has spent, over all its runs.
+    """What a model has spent, over all its runs; kept in a file, if one is given.
 
     Steps are reserved *before* they run, so that a crash over-counts and never under-counts:
 
         ledger.begin(optimizer.releases, sampling)
         ledger.reserve(100)          # about to run 100 steps
         ledger.settle(100, 37)       # only 37 of them ran
+
+    With a file, `model.ledger = Ledger("spent.jsonl")` records on disk what every model with this
+    ledger spends: whatever kills the process, a later `Ledger` of that file counts at least the
+    steps that ran. So that not every step waits for the disk, 1% of the steps so far are reserved
+    ahead, by which a crash over-counts. Whoever tries several models on the same data gives all of
+    them one ledger.
 
     Formal guarantee: `epsilon` bounds the privacy loss of every step reserved and not given
     back, if the steps released what `begin` was told, on batches sampled as it was told. Not
@@ -134,13 +146,48 @@ class Ledger:
     wherever the pipeline starts over before the end of an epoch.
 
     Args:
+        path: None, or the file, which is made if there is none. It is locked until `release`, or
+            until the process ends.
         segments: closed segments of the past; the next steps need a `begin`.
+
+    Raises:
+        ValueError: the file is not a ledger, or was altered.
+        RuntimeError: the file is in use.
+        OSError: the file cannot be written.
     """
 
-    def __init__(self, segments=()):
-        self._closed = list(segments)
+    def __init__(self, path=None, *, segments=()):
+        self._closed = []
         self._current = None
         self._pending = 0  # steps reserved and not yet settled
+        self._journal = None if path is None else Journal(path)
+        self._on_file = {}  # run -> its steps, as the file says
+        if self._journal:
+            self._closed = _segments(self._journal.runs)
+            self._on_file = {segment.run: segment.steps for segment in self._closed}
+        if segments:
+            self.merge(Ledger._of_segments(segments))
+
+    @classmethod
+    def _of_segments(cls, segments):
+        ledger = cls()
+        ledger._closed = list(segments)
+        return ledger
+
+    @classmethod
+    def read(cls, path):
+        """What a ledger file says, also while another process writes to it; a copy in memory.
+
+        Raises:
+            ValueError: the file is not a ledger, or was altered.
+            OSError: the file cannot be read.
+        """
+        return cls._of_segments(_segments(read(path)[0]))
+
+    @property
+    def path(self):
+        """Of the file; None without one."""
+        return self._journal and self._journal.path
 
     @classmethod
     def of(cls, optimizer, sampling, steps):
@@ -232,10 +279,12 @@ class Ledger:
         Raises:
             ValueError: there is none of exactly so many steps.
         """
-        found = self.segment(run, steps)
         self.close()
+        found = self.segment(run, steps)
+        resumed = dataclasses.replace(found, run=secrets.token_hex(16))
+        self._record(resumed, continues=run)
         self._closed.remove(found)
-        self._current = dataclasses.replace(found, run=secrets.token_hex(16))
+        self._current = resumed
 
     def reserve(self, steps):
         """Counts `steps` steps that are about to run.
@@ -252,11 +301,15 @@ class Ledger:
                 f"{self._current.schedule.length} steps, of which {left} are left. "
                 "Train fewer steps, or give the optimizer a longer noise_schedule."
             )
+        self._write_ahead(steps, left)
         self._add(steps)
         self._pending += steps
 
     def settle(self, reserved, executed):
         """Gives back those reserved steps that provably did not run.
+
+        Where that ends the segment within an epoch, the next steps need a `begin`: the pass over
+        the data may start afresh.
 
         Args:
             reserved: steps of an earlier `reserve`.
@@ -283,15 +336,8 @@ class Ledger:
             return
         self._add(executed - reserved)
         self._pending -= reserved
-        current = self._current
-        if current.steps % current.sampling.period and not self._pending:
-            # The next pass over the data may start afresh, and then is a period of its own.
+        if self._current.breaks_off and not self._pending:
             self.close()
-            if not any(release.mechanism.is_correlated for release in current.releases):
-                # Correlated noise must begin anew first: whoever trains on calls `begin`.
-                self._current = dataclasses.replace(
-                    current, run=secrets.token_hex(16), first_step=current.last_step, steps=0
-                )
 
     def epsilon(self, delta, accountant="rdp", exact=False):
         """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
@@ -373,12 +419,15 @@ class Ledger:
                     "ledgers: one of them was altered."
                 )
             runs[segment.run] = max(known, segment, key=lambda each: each.steps)
-        self._current, self._pending = None, 0
+        self.close()
         self._closed = [segment for segment in runs.values() if segment.steps]
+        for segment in self._closed:
+            self._record(segment)
 
     def __getstate__(self):
-        # A copy (copy, pickle) that trains on is another run than the original.
-        return {"_closed": list(self.segments), "_current": None, "_pending": 0}
+        # A copy (copy, pickle) that trains on is another run than the original, and has no file.
+        state = vars(Ledger._of_segments(self.segments))
+        return state
 
     def to_json(self):
         """The ledger as text."""
@@ -396,7 +445,8 @@ class Ledger:
             content = json.loads(text)
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
-            return cls(Segment.from_config(config) for config in content["segments"])
+            segments = [Segment.from_config(config) for config in content["segments"]]
+            return cls._of_segments(segments)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"text is not a ledger of this version of dp_keras_opt: {error}. "
@@ -424,9 +474,49 @@ class Ledger:
 
     def close(self):
         """Ends the current segment: the next steps need a `begin`."""
+        self.sync()
         if self._current and self._current.steps:
             self._closed.append(self._current)
         self._current, self._pending = None, 0
+
+    # The file.
+
+    def sync(self):
+        """Writes into the file how many steps of the current segment ran, without those ahead."""
+        if self._current and self._current.run in self._on_file:
+            self._record(self._current)
+
+    def release(self):
+        """Ends the current segment and gives up the file, for another process to write to."""
+        self.close()
+        if self._journal:
+            self._journal.close()
+            self._journal = None
+
+    def _write_ahead(self, steps, left):
+        """Has the file know of the next steps, and of some more, so that not each is a write."""
+        run, needed = self._current.run, self._current.steps + steps
+        if self._journal and self._on_file.get(run, -1) < needed:
+            ahead = min(needed // 100, left - steps)
+            self._record(dataclasses.replace(self._current, steps=needed + ahead), "reserved")
+
+    def _record(self, segment, how="ran", **more):
+        if not self._journal or self._on_file.get(segment.run) == segment.steps:
+            return
+        if segment.run not in self._on_file:
+            config = segment.to_config()
+            more["begins"] = {k: v for k, v in config.items() if k not in ("run", "steps")}
+        self._journal.append(segment.run, **more, **{how: segment.steps})
+        self._on_file[segment.run] = segment.steps
+
+
+def _segments(runs):
+    """The closed segments that `journal.read` found."""
+    segments = [
+        Segment.from_config({"run": run, "steps": steps, **begins})
+        for run, (begins, steps) in runs.items()
+    ]
+    return [segment for segment in segments if segment.steps]
 
 
 def check_sampling(optimizer, sampling):

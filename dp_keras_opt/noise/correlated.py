@@ -209,7 +209,9 @@ class FromMatrix(_Matrix):
             raise ValueError("matrix must be lower-triangular: a step cannot use later noise.")
         if not np.all(np.diag(matrix) > 0):
             raise ValueError("matrix must have a positive diagonal, or it has no inverse.")
-        self.matrix = matrix / np.linalg.norm(matrix, axis=0).max()
+        norm = np.linalg.norm(matrix, axis=0).max()
+        # One that was scaled before stays as it is, to the last bit: ledgers are compared.
+        self.matrix = matrix if abs(norm - 1) < 1e-12 else matrix / norm
         self.length = steps = len(matrix)
         self.bands = max(k for k in range(steps) if np.any(np.diag(matrix, -k))) + 1
         columns = np.arange(steps)[:, None] - np.arange(self.bands)

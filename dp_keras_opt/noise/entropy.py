@@ -85,8 +85,26 @@ class NoiseSource:
         return self._memories[stream][0].read_value()
 
     def normal(self, shape):
-        """Fresh standard normals of the given static shape, float32."""
-        return self._generator.normal(shape)
+        """Fresh standard normals of the given static shape, float32.
+
+        By Box and Muller's method from 64 random bits for each two: 40 for the radius √(−2 ln u),
+        24 for the angle. They end at 7.5, with a probability of 5·10⁻¹³ beyond. Those that
+        TensorFlow draws end at 5.68, and what lies beyond would tell a sum apart from its neighbour
+        with a probability above many a delta.
+        """
+        size = math.prod(shape)
+        bits = self._generator.uniform_full_int(((size + 1) // 2,), dtype=tf.uint64)
+        radius, angle = (
+            tf.cast(part, tf.float32)
+            for part in (
+                tf.bitwise.right_shift(bits, tf.constant(24, tf.uint64)),
+                tf.bitwise.bitwise_and(bits, tf.constant(2**24 - 1, tf.uint64)),
+            )
+        )
+        radius = tf.sqrt(-2 * tf.math.log((radius + 0.5) * 2.0**-40))
+        angle *= 2 * math.pi * 2.0**-24
+        both = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], axis=0)
+        return tf.reshape(both[:size], shape)
 
     def laplace(self, shape):
         """Fresh Laplace draws of scale 1 and the given static shape, float32.

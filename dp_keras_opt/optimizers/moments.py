@@ -215,10 +215,12 @@ class Joint(SecondMoment):
 
     def check_sampling(self, sampling):
         least = JointMoments.SAFE_FOR_ALL_SIZES
-        if sampling.is_poisson and (self.max_batch_size or 0) < least:
+        largest = math.inf if sampling.is_poisson else sampling.batch_size
+        bound = self.max_batch_size or (0 if sampling.is_poisson else largest)
+        if bound < min(largest, least):
             raise ValueError(
-                f"second_moment={type(self).__name__} under Poisson sampling needs a "
-                f"max_batch_size of at least {least}: batches can be of any size, so the "
+                f"second_moment={type(self).__name__} under {sampling.kind} sampling needs a "
+                f"max_batch_size of at least {min(largest, least)}: batches can be larger, so the "
                 "sensitivity of the squared gradient is not bounded without it. A size that a draw "
                 "hardly ever exceeds costs little."
             )

@@ -1,0 +1,128 @@
+"""Ways to train that once spent more than the ledger said, or whose noise was not as accounted."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from scipy import stats
+
+import dp_keras_opt as dp
+from dp_keras_opt.noise.entropy import NoiseSource
+
+N, B, DELTA = 24, 8, 1e-3
+X = np.random.default_rng(1).normal(size=(N, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def _model(noise="gaussian", **kwargs):
+    inputs = keras.Input((3,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+    optimizer = dp.optimizers.DPSGD(
+        0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B, noise=noise
+    )
+    model.compile(optimizer, "mse", **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: tf.function(step)])
+def test_a_step_past_the_ledger_is_refused(wrap):
+    model = _model()
+    model.fit(X, Y, verbose=0)  # what it traced must not open the way
+    spent, before = model.ledger.epsilon(DELTA), model.get_weights()
+    with pytest.raises(RuntimeError, match="train_on_batch"):
+        wrap(model.train_step)((tf.constant(X[:B]), tf.constant(Y[:B])))
+    assert model.ledger.epsilon(DELTA) == spent
+    assert np.array_equal(model.get_weights()[0], before[0])
+
+
+def test_the_tail_of_normal_noise_goes_beyond_that_of_tensorflow():
+    """Which ends at 5.68: a probability of 1e-7, hundreds of times in the training of a model."""
+
+    class Extreme:
+        def uniform_full_int(self, shape, dtype):
+            return tf.fill(shape, tf.constant(np.uint64(bits)))
+
+    source = NoiseSource()
+    source._generator = Extreme()
+    for angle, expected in ((0, (1, 0)), (2**22, (0, 1)), (2**23, (-1, 0))):
+        bits = angle  # and a radius of zero bits, the largest
+        np.testing.assert_allclose(
+            source.normal((2,)), 7.539 * np.array(expected), rtol=1e-3, atol=1e-3
+        )
+    bits = 2**64 - 1  # the smallest
+    assert np.abs(source.normal((2,))).max() < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (0,)])
+def test_normal_noise_of_any_shape(shape):
+    assert tuple(NoiseSource().normal(shape).shape) == shape
+
+
+def test_the_two_of_a_pair_are_independent():
+    """5 standard errors: a false alarm in 1 of 800,000 draws of these four figures."""
+    draws = NoiseSource().normal((1_000_000,)).numpy().astype(np.float64)
+    a, b = draws[:500_000], draws[500_000:]
+    for x, y in ((a, b), (a**2, b**2), (np.abs(a), b), (a, b**2)):
+        assert abs(np.corrcoef(x, y)[0, 1]) < 5 / np.sqrt(500_000)
+
+
+def test_normal_noise_is_normal():
+    draws = NoiseSource().normal((1_000_000,)).numpy().astype(np.float64)
+    for moment, expected in ((1, 0), (2, 1), (4, 3), (6, 15)):
+        assert abs(np.mean(draws**moment) - expected) < 0.01 * 3**moment
+    assert stats.kstest(draws[:100_000], "norm").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "fixed_order"])
+def test_passes_shorter_than_the_stated_epochs_are_refused(kind):
+    data = tf.data.Dataset.from_tensor_slices((X[:23], Y[:23])).batch(B, drop_remainder=True)
+    state = getattr(dp.accounting.Sampling, kind)
+    with pytest.raises(ValueError, match="drop_remainder"):
+        _model().fit(dp.data.assume_sampling(data, state(23, B)), epochs=9, verbose=0)
+    model = _model()
+    truth = state(23, B, drop_remainder=True)
+    model.fit(dp.data.assume_sampling(data.repeat(2), truth), epochs=2, verbose=0)
+    assert model.ledger.steps == 8
+
+
+class StopsAtOnce(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = True
+
+
+def test_single_steps_after_a_broken_off_epoch_are_a_run_of_their_own():
+    model = _model(noise=dp.noise.SquareRootFactorization(9, 9))
+    data = dp.data.fixed_order_epochs((X, Y), B)
+    model.fit(data, verbose=0, callbacks=[StopsAtOnce()])
+    for _ in range(2):  # in one run, two steps of an example would be one step apart
+        for batch in data:
+            model.train_on_batch(*batch)
+    assert [segment.steps for segment in model.ledger.segments] == [1, 6]
+
+
+def test_a_budget_where_data_end_early_with_correlated_noise():
+    model = _model(noise=dp.noise.SquareRootFactorization(9, 9), steps_per_execution=2)
+    data = dp.data.fixed_order_epochs((X, Y), B)
+    ended = data.dataset.take(1).filter(lambda x, y, rows: True)  # of unknown length
+    early = dp.data.assume_sampling(ended, data.sampling)
+    budget = dp.callbacks.PrivacyBudget(epsilon=1e6, delta=DELTA)
+    model.fit(early, epochs=2, verbose=0, callbacks=[budget])
+    assert [segment.steps for segment in model.ledger.segments if segment.steps] == [1, 1]
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3])
+def test_joint_moments_of_batches_beyond_their_bound_are_refused(largest):
+    # Of N = 1, two means of norm C/B and C/B apart have squares √1.5·(C/B)² apart, not (C/B)².
+    moments = dp.optimizers.moments.Joint(1.0, max_batch_size=largest, adjacency="replace_one")
+    optimizer = dp.optimizers.DPAdam(
+        clip_norm=1.0, noise_multiplier=1.0, batch_size=B, second_moment=moments
+    )
+    with pytest.raises(ValueError, match="at least 4"):
+        optimizer.check_sampling(dp.accounting.Sampling.shuffled(N, B))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_matrix_comes_back_from_its_configuration_to_the_last_bit(seed):
+    rng = np.random.default_rng(seed)
+    mechanism = dp.noise.from_matrix(np.tril(rng.uniform(0.1, 1, (20, 20))))
+    assert type(mechanism).from_config(mechanism.get_config()) == mechanism
