@@ -131,6 +131,14 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 "auto_scale_loss=True skips steps depending on raw gradients. Leave it out: a "
                 "float16 loss is scaled by a constant, undone before the norm is taken."
             )
+        if optimizer.secure_noise:  # its random bits come from outside of the graph
+            if kwargs.get("jit_compile") is True:
+                raise ValueError(
+                    "secure_noise=True takes its random bits from outside of the graph, which XLA "
+                    "cannot compile. Compile the model with jit_compile=False, or leave "
+                    "secure_noise out."
+                )
+            kwargs["jit_compile"] = False
         clipping.validate(self)
         super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
         object.__setattr__(self, "physical_batch_size", physical_batch_size)

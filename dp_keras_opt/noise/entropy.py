@@ -20,6 +20,9 @@ class NoiseSource:
             the noise; a warning says so.
     """
 
+    #: Of the draws, and of the memory of past ones.
+    dtype = tf.float32
+
     def __init__(self, seed=None):
         if seed is None:
             state = np.frombuffer(secrets.token_bytes(24), dtype=np.int64)
@@ -43,7 +46,7 @@ class NoiseSource:
         with tf.init_scope():
             self._memories[stream] = (
                 tf.Variable(0, dtype=tf.int64, trainable=False),
-                [tf.Variable(tf.zeros((size,)), trainable=False) for _ in range(slots)],
+                [tf.Variable(tf.zeros((size,), self.dtype), trainable=False) for _ in range(slots)],
             )
 
     def memory(self, stream):
