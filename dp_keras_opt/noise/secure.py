@@ -4,8 +4,8 @@ Ordinary noise is made of 64 bits by a formula: not every number can come out, a
 be *sums* of a value and such noise tells something about the value (Mironov 2012). And the
 generator, Philox, is good for simulations, but is not made against an adversary. Here
 
-- each draw is made of four in double precision, so that there are too many ways to a number to try
-  them all (Holohan and Braghin 2021, "Secure random sampling in differential privacy"); it is added
+- each draw is made of four uniform ones in double precision, so that there are too many ways to a
+  number to try them all (Holohan and Braghin 2021, "Secure random sampling in differential privacy"); it is added
   in double precision, and only the result is rounded;
 - the bits are those of ChaCha20 (RFC 8439, of the package `cryptography`), keyed by the operating
   system.
@@ -68,19 +68,18 @@ class SecureNoiseSource(NoiseSource):
         """Doubles in (0, 1), of 53 random bits each."""
 
         def draw():
-            bits = np.frombuffer(self.random_bytes(8 * math.prod(shape)), np.uint64)
-            return ((bits >> np.uint64(11)) + 0.5).reshape(shape) * 2.0**-53
+            return np.frombuffer(self.random_bytes(8 * math.prod(shape)), np.int64).reshape(shape)
 
         # Stateful: the graph may neither merge nor leave out nor repeat calls.
-        uniforms = tf.numpy_function(draw, [], tf.float64, stateful=True)
-        return tf.ensure_shape(uniforms, shape)
+        bits = tf.ensure_shape(tf.numpy_function(draw, [], tf.int64, stateful=True), shape)
+        whole = tf.bitwise.bitwise_and(bits, tf.constant(2**53 - 1, tf.int64))
+        return (tf.cast(whole, tf.float64) + 0.5) * 2.0**-53
 
     def normal(self, shape):
-        """Fresh standard normals, float64: of four by Box and Muller's method, over 2."""
+        """Fresh standard normals, float64: two by Box and Muller's method, added, over √2."""
         u = self._uniforms(4, math.prod(shape))
-        radius, angle = tf.sqrt(-2 * tf.math.log(u[:2])), 2 * math.pi * u[2:]
-        draws = radius * (tf.cos(angle) + tf.sin(angle))
-        return tf.reshape(tf.reduce_sum(draws, axis=0) / 2, shape)
+        draws = tf.sqrt(-tf.math.log(u[:2])) * tf.cos(2 * math.pi * u[2:])
+        return tf.reshape(tf.reduce_sum(draws, axis=0), shape)
 
     def laplace(self, shape):
         """Fresh Laplace draws of scale 1, float64.
