@@ -1,7 +1,7 @@
 """Noise that takes itself back: how much less of it is in the sums, and what does Adam gain?
 
     python examples/papers/correlated.py                 # half an hour on two cores
-    python examples/papers/correlated.py --quick         # a minute or two, to try it out
+    python examples/papers/correlated.py --quick         # two minutes, to try it out
     python examples/papers/correlated.py --full          # more steps, methods, trials; half a day
     python examples/papers/correlated.py --data my.txt   # your own text
 
@@ -153,7 +153,7 @@ class Size(language_model.Size):
         return dict.fromkeys(columns + [(n, method) for n in NOISES for method in EVERYWHERE])
 
 
-QUICK = Size(steps=8, every=2, batch=32, trials=1, seeds=1, rows=256, epsilons=(1.0, 8.0))
+QUICK = Size(steps=8, every=2, batch=32, trials=1, seeds=1, rows=256, epsilons=(0.5, 1.0))
 FULL = Size(
     steps=1280, every=320, trials=12, seeds=5, rows=8192,
     methods=(*METHODS, "independent", "bias-corrected"),
@@ -336,11 +336,13 @@ def plot(results, size, path):
         axes.set(xlabel=f"ε at δ = {plan.delta:g}", title=epochs)
         axes.set_ylabel(f"RMSE of prefix sums (C = 1, B = {plan.batch})")
         axes.grid(alpha=0.3)
-    _, errors, epsilons = zip(*PRINTED.values(), strict=True)
-    panels[0, 1].loglog(epsilons, errors, "kx", label="as printed in the paper")
+    for columns, style, label in ((PRINTED, "x", "printed"), (header(), "o", "computed here")):
+        _, errors, epsilons = zip(*columns.values(), strict=True)
+        panels[0, 1].loglog(epsilons, errors, f"k{style}", mfc="none", label=f"figure 3, {label}")
     panels[0, 1].legend()
     draw(panels[1, 0], results, COLUMNS, size.methods)
-    panels[1, 0].set(title="figure 3's columns", ylabel="test loss, nats per character")
+    panels[1, 0].set(title="figure 3's columns")
+    panels[1, 0].set_ylabel("test loss, nats per character\n(± 2 standard errors)")
     draw(panels[1, 1], results, NOISES, EVERYWHERE)
     panels[1, 1].set(title=f"all noises at ε = {EPSILON:g}")
     figure.tight_layout()
