@@ -273,7 +273,7 @@ def test_the_header_of_figure_3_is_that_of_the_paper():
 
 @pytest.mark.parametrize("noise", correlated.NOISES)
 def test_all_noises_of_the_correlated_experiment_cost_the_same(noise):
-    plan = correlated.Size().plan
+    plan = correlated.QUICK.plan
     spent = plan.epsilon(noise, plan.sigma(noise))
     assert spent == pytest.approx(correlated.EPSILON, rel=1e-3)
 

@@ -206,7 +206,7 @@ def rmse_verdict(plans):
     """Each noise against independent noise, and the header of figure 3 as printed and as here."""
     lines = ["RMSE in units of that of independent noise, at any ε.\n"]
     for plan in plans:
-        errors = {noise: plan.rmse(noise, plan.sigma(noise)) for noise in NOISES}
+        errors = {noise: plan.rmse(noise, plan.sensitivity(noise)) for noise in NOISES}  # one price
         shares = {noise: error / errors["independent"] for noise, error in errors.items()}
         rest = ", ".join(f"{noise} {shares[noise]:.3f}" for noise in NOISES[1:])
         lines.append(f"- {plan.steps} steps in epochs of {plan.every}, {plan.bands} bands: {rest}.")
@@ -339,7 +339,7 @@ def plot(results, size, path):
     for columns, style, label in ((PRINTED, "x", "printed"), (header(), "o", "computed here")):
         _, errors, epsilons = zip(*columns.values(), strict=True)
         panels[0, 1].loglog(epsilons, errors, f"k{style}", mfc="none", label=f"figure 3, {label}")
-    panels[0, 1].legend()
+    panels[0, 1].legend(fontsize="small")
     draw(panels[1, 0], results, COLUMNS, size.methods)
     panels[1, 0].set(title="figure 3's columns")
     panels[1, 0].set_ylabel("test loss, nats per character\n(± 2 standard errors)")
