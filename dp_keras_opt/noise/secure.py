@@ -5,8 +5,8 @@ be *sums* of a value and such noise tells something about the value (Mironov 201
 generator, Philox, is good for simulations, but is not made against an adversary. Here
 
 - each draw is made of four uniform ones in double precision, so that there are too many ways to a
-  number to try them all (Holohan and Braghin 2021, "Secure random sampling in differential privacy"); it is added
-  in double precision, and only the result is rounded;
+  number to try them all (Holohan and Braghin 2021, "Secure random sampling in differential
+  privacy"); it is added in double precision, and only the result is rounded;
 - the bits are those of ChaCha20 (RFC 8439, of the package `cryptography`), keyed by the operating
   system.
 """
