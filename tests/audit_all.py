@@ -87,14 +87,14 @@ def poisson(n):
 
 def in_turns(n):
     def batches(data):
-        return dp.data.cyclic_poisson(data, n // 4, 2, 4, physical_batch_size=n)
+        return dp.data.cyclic_poisson(data, n // 4, 2, 4, physical_batch_size=n, arrangement=1)
 
     return Sampling.cyclic_poisson(n, n // 4, 2), 4, batches
 
 
 def fixed_order(n):
     def batches(data):
-        return dp.data.fixed_order_epochs(data, -(-n // 2), adjacency="zero_out")
+        return dp.data.fixed_order_epochs(data, -(-n // 2), adjacency="zero_out", arrangement=1)
 
     return Sampling.fixed_order(n, -(-n // 2), "zero_out"), 4, batches
 

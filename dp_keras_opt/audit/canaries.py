@@ -1,21 +1,15 @@
-"""Audits: a lower bound on ε from an attack, to hold against the ε that the ledger claims.
-
-Canaries are put into the training data or left out by coin flips, a model is trained, and somebody
-who sees what the training releases guesses the coins. Guesses that are right more often than any
-(ε, δ)-private training allows refute the claim: a fault in clipping, noise, sampling or accounting.
-"""
+"""The audit: canaries in or out, training, guesses from what it releases."""
 
 import dataclasses
-import math
 import warnings
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
-from scipy import optimize, stats
 
 from dp_keras_opt.accounting import Ledger
+from dp_keras_opt.audit.bounds import many_run_bound, membership_auc, one_run_bound
 from dp_keras_opt.clipping import Batch
 from dp_keras_opt.clipping.clipped_sum import (
     clip_factor,
@@ -67,86 +61,6 @@ class AuditReport:
             f"{self.correct} of {self.guesses} guesses were right, AUC {self.auc:.3f} "
             f"({self.method})."
         )
-
-
-# Lower bounds.
-
-
-def one_run_p_value(canaries, guesses, correct, epsilon, delta):
-    """How probable so many right guesses are, at most, if a training is (ε, δ)-private.
-
-    Each guess of a coin is right with probability q = e^ε/(1 + e^ε) at most, whatever the others
-    are, but for failures of the guarantee: the number of right guesses is dominated by W + F, with
-    W ~ Binomial(r, q) and a number F of guesses that failures give away, E[F] ≤ 2mδ. The worst such
-    F is 0 or one number i, which gives
-
-        P[correct ≥ v] ≤ P[W ≥ v] + 2mδ · max_i P[v − i ≤ W < v]/i.
-
-    Args:
-        canaries: m, each in the data by a fair coin of its own.
-        guesses: r ≤ m, for how many canaries a guess was made. Which, and how many, may depend on
-            what the training released.
-        correct: v ≤ r, how many guesses were right.
-        epsilon, delta: the hypothesis.
-
-    Reference: theorem 5.2 of Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training
-    run", NeurIPS 2023.
-    """
-    if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            f"0 <= correct <= guesses <= canaries must hold; received {correct}, {guesses}, "
-            f"{canaries}."
-        )
-    w = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
-    given_away = np.arange(1, correct + 1)
-    reach = np.cumsum(w.pmf(correct - given_away))  # P[v − i ≤ W < v]
-    gain = np.max(reach / given_away, initial=0.0)
-    return float(min(1.0, w.sf(correct - 1) + 2 * canaries * delta * gain))
-
-
-def one_run_bound(canaries, guesses, correct, delta, confidence=0.95):
-    """The largest ε that so many right guesses refute at this confidence; 0 if they refute none.
-
-    Args: see `one_run_p_value`.
-    """
-
-    def excess(epsilon):
-        return one_run_p_value(canaries, guesses, correct, epsilon, delta) - (1 - confidence)
-
-    if excess(0.0) >= 0:
-        return 0.0
-    high, tolerance = 1.0, 1e-6
-    while excess(high) < 0:
-        high *= 2
-    return max(0.0, optimize.brentq(excess, 0.0, high, xtol=tolerance) - tolerance)
-
-
-def many_run_bound(false_positives, without, false_negatives, with_, delta, confidence=0.95):
-    """A lower bound on ε from the errors of a test that was fixed before these runs.
-
-    An (ε, δ)-private training lets no test have 1 − FNR > e^ε·FPR + δ or 1 − FPR > e^ε·FNR + δ
-    (Kairouz, Oh and Viswanath, 2015). Both error rates are bounded from above by Clopper and
-    Pearson, each with half of what `confidence` leaves.
-
-    Args:
-        false_positives: how many of the `without` runs without the canary were taken for runs with
-            it; a number, or an array of them.
-        false_negatives: how many of the `with_` runs with it were taken for runs without.
-        delta: δ.
-        confidence: that the bound holds.
-    """
-    share = (1 - confidence) / 2
-    fpr = _clopper_pearson(np.asarray(false_positives), without, share)
-    fnr = _clopper_pearson(np.asarray(false_negatives), with_, share)
-    advantage = np.maximum(
-        np.maximum(1 - delta - fnr, 0) / fpr, np.maximum(1 - delta - fpr, 0) / fnr
-    )
-    return np.log(np.maximum(advantage, 1.0))
-
-
-def _clopper_pearson(errors, runs, share):
-    """An upper bound on an error rate, wrong with probability `share` at most."""
-    return np.where(errors < runs, stats.beta.ppf(1 - share, errors + 1, runs - errors), 1.0)
 
 
 # What somebody who sees all releases knows of the coins.
@@ -226,9 +140,7 @@ class _Training:
                 [variable.numpy() for variable in self._latest or ()]
             )
         )
-        if included.tobytes() not in self._made:  # slow to make, and drawn anew by each run
-            self._made[included.tobytes()] = self.batches(self._rows(included))
-        batches = self._made[included.tobytes()]
+        batches = self._batches(included)
         past = len(self.model.ledger.segments)
         self.model.fit(batches, epochs=self.epochs, callbacks=[look], verbose=0)
         self.ledger = Ledger(self.model.ledger.segments[past:])  # what one run claims
@@ -236,6 +148,18 @@ class _Training:
         return np.stack(
             [before - self._losses() if s == "loss" else s(*estimates) for s in self.scores]
         )
+
+    def _batches(self, included):
+        key = included.tobytes()
+        if key not in self._made:  # slow to make, and every run draws anew from them
+            self._made[key] = self.batches(self._rows(included))
+            if len({made.arrangement for made in self._made.values()}) > 1:
+                raise ValueError(
+                    "With and without the canary the examples are in another order, or in other "
+                    "groups, which is a difference that no guarantee covers. Give `batches` one "
+                    "arrangement: fixed_order_epochs(..., arrangement=1)."
+                )
+        return self._made[key]
 
     def _rows(self, included):
         """The data with the canaries behind them: left out, one has weight 0 or is replaced."""
@@ -325,15 +249,15 @@ def canary_audit(
         delta: δ of the claim. For one run, well below 1/number of canaries.
         batches: function of `(x, y, sample_weight)` that gives the `Batches` to train on, whose
             every iteration draws anew. Default: `data.poisson_batches` of the optimizer's batch
-            size.
+            size. It is called once for each choice of canaries.
         epochs: as for `fit`.
         score: how much speaks for a canary's presence: "loss", by how much its loss has fallen,
             which is all that who sees only the trained model has; or a function of what
             `observe` gave at all steps, stacked, such as `matched_filter`. Or a tuple of them.
         replacements: None, or `(x, y)`, what stands in the place of canaries that are left out.
         runs: 1, or how many to do with the canary, and how many without.
-        guesses: for one run, which shares of the coins to guess. The bound is the best over these
-            and the scores, each at its share of 1 − confidence (Bonferroni).
+        guesses: for one run, which shares (0 to 1) of the coins to guess. The bound is the best
+            over these and the scores, each at its share of 1 − confidence (Bonferroni).
         confidence: with this probability or more, the lower bound holds.
         accountant: which of the ledger's to hold it against: "rdp", "pld" (tighter) or "pure".
         observe: what is kept of each step; see `inclusion_estimates`.
@@ -347,8 +271,14 @@ def canary_audit(
     if isinstance(canaries, int):
         data, canaries = _mislabelled(data, canaries, rng)
     canaries, replacements = _arrays(canaries), _arrays(replacements)
-    if runs > 1 and _count(canaries) != 1:
-        raise ValueError(f"An audit of many runs has one canary; received {_count(canaries)}.")
+    count = _count(canaries)
+    if runs != 1 and (runs < 4 or count != 1):
+        raise ValueError(
+            f"An audit of many runs has one canary and at least 4 runs; received {count} canaries "
+            f"and {runs} runs."
+        )
+    if runs == 1 and count < 2:
+        raise ValueError("An audit by one run needs at least two canaries.")
     scores = score if isinstance(score, tuple) else (score,)
     train = _Training(make_model, data, canaries, replacements, batches, epochs, scores, observe)
     if runs == 1:
@@ -369,7 +299,7 @@ def _one_run(train, shares, delta, confidence, rng):
     for score in train(included):
         order = np.lexsort((rng.random(m), score))  # ties in random order
         for part in shares:
-            side = max(1, round(part * m / 2))
+            side = max(1, int(part * m / 2))
             correct = int(included[order[-side:]].sum() + (~included[order[:side]]).sum())
             bound = one_run_bound(m, 2 * side, correct, delta, 1 - share)
             if best is None or bound > best["lower_bound"]:
@@ -385,7 +315,9 @@ def _one_run(train, shares, delta, confidence, rng):
 def _many_runs(train, runs, delta, confidence):
     runs_of_kind = [[train(np.array([there])) for _ in range(runs)] for there in (False, True)]
     without, with_ = np.stack(runs_of_kind)[..., 0].transpose(0, 2, 1)  # (scores, runs) each
-    first, second = slice(runs // 4), slice(runs // 4, None)
+    few = runs // 4
+    rest = runs - few
+    first, second = slice(few), slice(few, None)
 
     def errors(score, threshold, chosen):
         threshold = np.asarray(threshold)[..., None]
@@ -396,15 +328,13 @@ def _many_runs(train, runs, delta, confidence):
     for score in range(len(without)):
         thresholds = np.concatenate([without[score, first], with_[score, first]])
         false_positives, false_negatives = errors(score, thresholds, first)
-        # What these rates would prove if all runs had them.
-        bounds = many_run_bound(
-            4 * false_positives, runs, 4 * false_negatives, runs, delta, confidence
-        )
+        # What these rates would prove of the others; half an error more, for none is luck.
+        expected = [(e + 0.5) * rest / few for e in (false_positives, false_negatives)]
+        bounds = many_run_bound(expected[0], rest, expected[1], rest, delta, confidence)
         place = int(np.argmax(bounds))
         best = max(best, (bounds[place], score, thresholds[place]), key=lambda found: found[0])
     _, score, threshold = best
     false_positives, false_negatives = errors(score, threshold, second)
-    rest = runs - runs // 4
     return {
         "lower_bound": float(
             many_run_bound(false_positives, rest, false_negatives, rest, delta, confidence)
@@ -414,15 +344,6 @@ def _many_runs(train, runs, delta, confidence):
         "auc": membership_auc(with_[score], without[score]),
         "method": f"{runs} runs with the canary and {runs} without",
     }
-
-
-def membership_auc(members, others):
-    """The chance that a member's score is above that of another, ties counting half."""
-    members, others = np.ravel(members), np.ravel(others)
-    if not len(members) or not len(others):
-        return 0.5
-    above = stats.mannwhitneyu(members, others).statistic
-    return float(above / (len(members) * len(others)))
 
 
 def _mislabelled(data, count, rng):
