@@ -268,7 +268,7 @@ def canary_audit(
     """
     rng = np.random.default_rng(seed)
     data = _arrays(data)
-    if isinstance(canaries, int):
+    if isinstance(canaries, int | np.integer):
         data, canaries = _mislabelled(data, canaries, rng)
     canaries, replacements = _arrays(canaries), _arrays(replacements)
     count = _count(canaries)
