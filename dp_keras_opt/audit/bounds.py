@@ -18,8 +18,8 @@ def one_run_p_value(canaries, guesses, correct, epsilon, delta):
 
     Args:
         canaries: m, each in the data by a fair coin of its own.
-        guesses: r ≤ m, for how many canaries a guess was made. Which, and how many, may depend on
-            what the training released.
+        guesses: r ≤ m, for how many canaries a guess was made. How many is fixed in advance; which
+            they are may depend on what the training released.
         correct: v ≤ r, how many guesses were right.
         epsilon, delta: the hypothesis.
 

@@ -253,7 +253,8 @@ def canary_audit(
         epochs: as for `fit`.
         score: how much speaks for a canary's presence: "loss", by how much its loss has fallen,
             which is all that who sees only the trained model has; or a function of what
-            `observe` gave at all steps, stacked, such as `matched_filter`. Or a tuple of them.
+            `observe` gave at all steps, stacked, such as `matched_filter`. Or a tuple of them. For
+            such functions all canaries go through the model, at once, at every step.
         replacements: None, or `(x, y)`, what stands in the place of canaries that are left out.
         runs: 1, or how many to do with the canary, and how many without.
         guesses: for one run, which shares (0 to 1) of the coins to guess. The bound is the best
