@@ -306,7 +306,7 @@ def audits(only=()):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=300, help="runs with the canary and without")
+    parser.add_argument("--runs", type=int, default=600, help="runs with the canary and without")
     parser.add_argument("--canaries", type=int, default=10_000, help="of an audit by one run")
     parser.add_argument("--only", nargs="*", help="parts of the names of the audits to do")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("output"))
