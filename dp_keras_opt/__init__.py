@@ -10,6 +10,7 @@ if _keras.backend.backend() != "tensorflow":
 
 from dp_keras_opt import (
     accounting,
+    audit,
     callbacks,
     clipping,
     data,
@@ -29,6 +30,7 @@ __all__ = [
     "DPModel",
     "PrivacyBudgetError",
     "accounting",
+    "audit",
     "callbacks",
     "clipping",
     "data",

@@ -159,7 +159,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
     def observe_releases(self, observer):
         """Calls `observer(queries, released)` in every training step from now on, until `compile`.
 
-        It is traced with the step and sees nothing but what the step releases (`noise.Released`).
+        It is traced with the step, at the weights at which the gradients are taken, and is given
+        nothing but what the step releases (`noise.Released`).
         """
         object.__setattr__(self, "release_observers", (*self.release_observers, observer))
         self.train_function = None  # to be traced anew

@@ -52,11 +52,11 @@ class PrivateStep:
             alpha=optimizer.noise_schedule.alpha(optimizer.iterations),
             source=optimizer.noise_source,
         )
+        for observe in self.release_observers:
+            observe(queries, released)
         # The step counter then proves that a batch was used: a graph would advance it without one.
         with tf.control_dependencies(tf.nest.flatten(sums)):
             optimizer.update(released)
-        for observe in self.release_observers:
-            observe(queries, released)
         return self.get_metrics_result()
 
     def _prepare(self, iterator):

@@ -7,7 +7,7 @@ accounted, and every privacy statement says so.
 import math
 
 import keras
-import numpy as np
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.clipping.query import Query
@@ -177,8 +177,7 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
     def _split(self, flat):
         """(..., weights) as one tensor per variable, (..., *shape)."""
         shapes = [tuple(variable.shape) for variable in self._trainable_variables]
-        ends = np.cumsum([math.prod(shape) for shape in shapes])
-        parts = ops.split(flat, ends[:-1], axis=-1)
+        parts = tf.split(flat, [math.prod(shape) for shape in shapes], axis=-1)
         return [
             ops.reshape(part, (*part.shape[:-1], *shape))
             for part, shape in zip(parts, shapes, strict=True)
