@@ -17,6 +17,7 @@ from dp_keras_opt import (
     noise,
     optimizers,
     plots,
+    replicas,
     serving,
     theory,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "noise",
     "optimizers",
     "plots",
+    "replicas",
     "serving",
     "theory",
 ]
