@@ -2,7 +2,8 @@
 
 A privacy guarantee depends on how examples get into batches. `poisson_batches` samples them the
 way the accountant assumes, and says so; `assume_sampling` carries the word of a user who samples.
-Both give `Batches`, which `DPModel.fit` takes.
+Both give `Batches`, which `DPModel.fit` takes. Made within the scope of a
+`MultiWorkerMirroredStrategy`, they are this worker's part of batches that all workers share.
 """
 
 import dataclasses
@@ -294,8 +295,7 @@ def with_public(private, public, public_batch_size=None):
         chosen = tf.range(count) if size == count else tf.random.shuffle(tf.range(count))[:size]
         mine = keras.tree.map_structure(lambda t: tf.gather(t, chosen), (x, y))
         number = tf.shape(keras.tree.flatten(x_private)[0])[0]
-        if not isinstance(rows, Rows):
-            rows = Rows(tf.ones((number,)), rows)
+        rows = _as_rows(rows, number)
 
         def append(private_part, public_part):
             return tf.concat([private_part, public_part], axis=0)
@@ -319,7 +319,8 @@ def assume_sampling(data, sampling):
 
     Args:
         data: batches as `keras.Model.fit` takes them: a `tf.data.Dataset`, a
-            `keras.utils.PyDataset`, or a generator of `(x, y)` or `(x, y, sample_weight)`.
+            `keras.utils.PyDataset`, or a generator of `(x, y)` or `(x, y, sample_weight)`. For
+            several workers, this one's part of each batch, of examples that no other worker has.
         sampling: the `dp.accounting.Sampling` that takes place.
 
     Returns:
@@ -365,6 +366,36 @@ def assume_sampling(data, sampling):
     except (TypeError, NotImplementedError):  # infinite, unknown or a generator
         steps = None
     return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
+
+
+def deal(batches, hands):
+    """The data set of a `Batches`, each batch dealt out to so many hands in turn.
+
+    All hands are of equal size: padding makes up for the rows that are missing.
+    """
+
+    def hand(batch, index):
+        x, y, rows = keras.utils.unpack_x_y_sample_weight(batch)
+        number = tf.shape(tf.nest.flatten(x)[0])[0]
+
+        def part(tensor):
+            if tensor is None:
+                return None
+            ends = [(0, -number % hands)] + [(0, 0)] * (tensor.shape.rank - 1)
+            return tf.pad(tensor, ends)[index::hands]
+
+        return keras.tree.map_structure(part, (x, y, _as_rows(rows, number)))
+
+    def all_hands(*batch):
+        indices = tf.data.Dataset.range(hands, output_type=tf.int32)
+        return indices.map(lambda index: hand(batch, index))
+
+    return batches.dataset.flat_map(all_hands) if hands > 1 else batches.dataset
+
+
+def _as_rows(weights, number):
+    """The third element of a batch of so many rows, as `Rows`."""
+    return weights if isinstance(weights, Rows) else Rows(tf.ones((number,)), weights)
 
 
 def _gathered(tensors, draws, rows, steps):

@@ -11,7 +11,7 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 
-from dp_keras_opt import clipping, replicas
+from dp_keras_opt import clipping, data, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.data import Batches
 from dp_keras_opt.guard import Guard
@@ -170,15 +170,22 @@ class DPModel(Guard, PrivateStep, keras.Model):
         call = bound.arguments
         self._assert_compile_called("fit")
         if replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches):
-            batches = self._batches_for_replicas(call["x"])
+            batches = self._checked_batches(call["x"])
             self._sample_as(batches.sampling, batches.arrangement)
             call["x"], call["shuffle"] = batches.dataset, False
             _check_steps(batches, call["steps_per_epoch"])
             call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
             object.__setattr__(self, "_block", batches.physical_batch_size)
             if replicas.is_used(self.distribute_strategy):
-                call["x"] = replicas.distributed(self.distribute_strategy, batches.dataset)
-                self.optimizer.noise_source.share(self.distribute_strategy)
+                if call["steps_per_epoch"] is None:
+                    raise ValueError(
+                        "Several replicas need to know how many batches an epoch has: pass "
+                        "steps_per_epoch to fit."
+                    )
+                strategy = self.distribute_strategy
+                dataset = data.deal(batches, replicas.local(strategy))
+                call["x"] = replicas.distributed(strategy, dataset)
+                self.optimizer.noise_source.share(strategy)
         else:
             self._sample_as(_sampling_of_arrays(call, self.optimizer))
             object.__setattr__(self, "_block", None)
@@ -216,13 +223,14 @@ class DPModel(Guard, PrivateStep, keras.Model):
         object.__setattr__(self, "_block", None)
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
-    def _batches_for_replicas(self, batches):
+    def _checked_batches(self, batches):
         """`Batches` as they are, once it is clear which rows come to which replica.
 
         Raises:
             ValueError: it is not.
         """
         strategy = self.distribute_strategy
+        replicas.check_compiled(self, self.optimizer)  # again: `fit` may be in another scope
         workers = replicas.place(strategy)[1]
         if not isinstance(batches, Batches) or (
             replicas.is_used(strategy) and not isinstance(batches.dataset, tf.data.Dataset)

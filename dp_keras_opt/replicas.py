@@ -50,7 +50,7 @@ def place(strategy=None):
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return 0, 1
     resolver = strategy.cluster_resolver
-    workers = strategy.num_replicas_in_sync // _local(strategy)
+    workers = strategy.num_replicas_in_sync // local(strategy)
     if workers == 1:
         return 0, 1
     cluster = resolver.cluster_spec()
@@ -59,7 +59,7 @@ def place(strategy=None):
     return resolver.task_id, workers
 
 
-def _local(strategy):
+def local(strategy):
     """Number of replicas in this process."""
     return len(strategy.extended.worker_devices)
 
@@ -83,12 +83,12 @@ def check_compiled(model, optimizer):
     strategy = model.distribute_strategy
     if not is_used(strategy):
         return
-    if optimizer._distribution_strategy is not strategy:
+    if not strategy is model._distribute_strategy is optimizer._distribution_strategy:
         raise ValueError(
-            "The model was made under a strategy and the optimizer was not. Make both within "
-            "`with strategy.scope():`."
+            "The model and its optimizer were not both made under the strategy that is in use. "
+            "Make both within `with strategy.scope():`."
         )
-    if model.jit_compile and _local(strategy) > 1 and "CPU" in strategy.extended.worker_devices[0]:
+    if model.jit_compile and local(strategy) > 1 and "CPU" in strategy.extended.worker_devices[0]:
         raise ValueError(
             "XLA does not compile for several CPU devices of one process. Leave jit_compile out."
         )
@@ -149,34 +149,14 @@ def worker_lost():
 
 
 def distributed(strategy, dataset):
-    """A worker's own part of each batch, over and over, its rows dealt out to its replicas.
+    """Elements for each replica of this worker in turn, over and over, as what `fit` takes.
 
-    TensorFlow would otherwise split the data by rules of its own, which may leave out examples or
-    give one to two workers.
+    TensorFlow is not left to split the data: by rules of its own it may leave out examples or give
+    one to two workers.
     """
-    replicas = _local(strategy)
-
-    def deal(*element):
-        return tf.data.Dataset.range(replicas, output_type=tf.int32).map(
-            lambda replica: _hand(element, replica, replicas)
-        )
-
-    dealt = (dataset if replicas == 1 else dataset.flat_map(deal)).repeat()
-    return strategy.distribute_datasets_from_function(lambda _: dealt.prefetch(2 * replicas))
-
-
-def _hand(element, replica, replicas):
-    """Every `replicas`-th row of an `(x, y, Rows)`, with padding so that all have equally many."""
-    rows = tf.shape(tf.nest.flatten(element[0])[0])[0]
-    padding = -rows % replicas
-
-    def of(tensor):
-        if tensor is None:
-            return None
-        ends = [(0, padding)] + [(0, 0)] * (tensor.shape.rank - 1)
-        return tf.pad(tensor, ends)[replica::replicas]
-
-    return keras.tree.map_structure(of, element)
+    return strategy.distribute_datasets_from_function(
+        lambda _: dataset.repeat().prefetch(2 * local(strategy))
+    )
 
 
 def element_spec(iterable):

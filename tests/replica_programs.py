@@ -142,6 +142,20 @@ def public_rows_are_averaged_once(strategy):
     np.testing.assert_allclose(*(w[0] for w in weights), rtol=1e-5, atol=1e-6)
 
 
+def rows_without_a_mask_are_padded(strategy):
+    """Four rows for three replicas: two are padding, which must count in nothing."""
+    rule = optimizer(noise_multiplier=0.0, clip_norm=1e-3, batch_size=4)
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            model = make(rule)
+        dataset = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4, drop_remainder=True)
+        sampling = dp.accounting.Sampling.shuffled(8, 4)
+        model.fit(dp.data.assume_sampling(dataset, sampling), verbose=0)
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_allclose(*weights, rtol=1e-6, atol=1e-7)
+
+
 def every_rule_keeps_replicas_equal(strategy):
     bands = dp.noise.BandedMatrix(steps=12, bands=3)
     for rule in (
@@ -205,7 +219,11 @@ def what_cannot_be_is_refused(strategy):
 
 MIRRORED = {
     2: [noise_has_its_scale, every_rule_keeps_replicas_equal, what_cannot_be_is_refused],
-    3: [steps_are_those_of_one_device, public_rows_are_averaged_once],
+    3: [
+        steps_are_those_of_one_device,
+        public_rows_are_averaged_once,
+        rows_without_a_mask_are_padded,
+    ],
     4: [correlated_noise_has_its_scale],
 }
 
@@ -233,6 +251,8 @@ def worker(folder, run):
     assert model.ledger.steps == 4
     assert set(history) == {"loss", "mae", "val_loss", "val_mae"}
     np.save(folder / f"{run}{task}.npy", weights.steps)
+    if task == 0:
+        model.save(folder / "model.keras")
     check_budget(strategy)
     check_data(strategy, task)
     check_steps(strategy)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 
@@ -62,6 +63,7 @@ def test_workers(tmp_path):
     first, second = (np.load(tmp_path / f"whole{task}.npy") for task in range(2))
     np.testing.assert_array_equal(first, second)
     assert dp.accounting.Ledger(tmp_path / "whole.jsonl").steps == 4
+    assert keras.saving.load_model(tmp_path / "model.keras").ledger.steps == 4
 
     # A worker that is killed stops the other; and the noise is not that of the first run.
     (output, status), (_, killed) = finish(start_workers("worker", tmp_path, "killed"), timeout=60)
