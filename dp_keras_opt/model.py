@@ -197,7 +197,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
             call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
         object.__setattr__(self, "_fitting", True)
         try:
-            with replicas.worker_lost():
+            with replicas.worker_lost(self.distribute_strategy):
                 return super().fit(*bound.args, **bound.kwargs)
         finally:
             object.__setattr__(self, "_fitting", False)

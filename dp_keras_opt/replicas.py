@@ -105,7 +105,7 @@ def gathered(content, strategy=None):
         return [content]
 
     everyones = _exchange(strategy)
-    with worker_lost():
+    with worker_lost(strategy):
         longest = max(size for _, size in everyones([index, len(content)]).numpy())
         padded = [*content, *[0] * (longest - len(content))]
         rows = everyones([index, len(content), *padded]).numpy().tolist()
@@ -129,7 +129,7 @@ def of_chief(content, strategy=None):
 
 
 @contextlib.contextmanager
-def worker_lost():
+def worker_lost(strategy):
     """Says in plain words that another worker is gone.
 
     Raises:
@@ -138,6 +138,8 @@ def worker_lost():
     try:
         yield
     except _LOST as error:
+        if place(strategy)[1] == 1:  # remote storage, perhaps
+            raise
         raise WorkerLostError(
             "Another worker stopped or cannot be reached, so this one stops too. The ledger counts "
             "every step that may have released something. Start all workers again, from the model "
@@ -179,7 +181,7 @@ def train_function(model):
     form = []
 
     def on_replica(data):
-        sums, logs = model.clipped_sums_of(data)
+        sums, logs = model._clipped_sums_of(data)
         form[:] = [tf.nest.map_structure(lambda part: part.shape, sums)]
         return tf.concat([tf.reshape(part, [-1]) for part in tf.nest.flatten(sums)], 0), logs
 
@@ -193,7 +195,7 @@ def train_function(model):
         flat, logs = strategy.run(on_replica, args=(data,))
         with strategy.scope():
             total = strategy.reduce(tf.distribute.ReduceOp.SUM, flat, axis=None)
-            model.update_from(_unpacked(total, form[0]))
+            model._update_from(_unpacked(total, form[0]))
         return _local_mean(strategy, logs)
 
     if not model.run_eagerly:

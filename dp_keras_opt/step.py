@@ -30,10 +30,10 @@ class PrivateStep:
         batch, plan = self._taken(data)
         self.optimizer.prepare(self.trainable_variables)
         sums = self._sums(batch, self.optimizer.queries(), plan)
-        self.update_from(sums)
+        self._update_from(sums)
         return self.get_metrics_result()
 
-    def clipped_sums_of(self, data):
+    def _clipped_sums_of(self, data):
         """What one replica does: (clipped sums of its rows, its logs). `replicas` adds them up."""
         batch, plan = self._taken(data)
         sums = self._sums(batch, self.optimizer.queries(), plan)
@@ -56,7 +56,7 @@ class PrivateStep:
         self.optimizer.serve(self.trainable_variables)
         return batch, plan
 
-    def update_from(self, sums):
+    def _update_from(self, sums):
         """The second part of a step: noise, and the optimizer's update, from the clipped sums."""
         optimizer = self.optimizer
         queries = optimizer.queries()
@@ -105,7 +105,7 @@ class PrivateStep:
 
         if form() not in self._plans:
             replicas.without_strategy(check)
-        return self._plans[form()]  # under another name than before: the check built the model
+        return self._plans[form()]  # another form than before, where the check built the model
 
     def _sums(self, batch, queries, plan):
         """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
