@@ -54,6 +54,7 @@ CONTENDERS = [
     Contender("dp_keras", "dpsgd+f1", "this library, DP-SGD, filter of order 1", "keras"),
     Contender("dp_keras", "dpsgd+f6", "this library, DP-SGD, filter of order 2", "keras"),
     Contender("dp_keras", "dpsgd+bands16", "this library, DP-SGD, noise of 16 bands", "keras"),
+    Contender("dp_keras", "dpsgd+secure", "this library, DP-SGD, secure noise", "keras"),
     Contender("dp_keras", "galore", "this library, DP-GaLore of rank 32", "keras"),
     Contender("tf_privacy", "vectorized", "TF Privacy, vectorized optimizer", "tf_privacy"),
     Contender("tf_privacy", "model", "TF Privacy, DPModel (XLA)", "tf_privacy"),

@@ -1,7 +1,11 @@
 """The model: how it is compiled, trained, saved and made from others."""
 
+import functools
 import inspect
 import math
+import os
+import pathlib
+import secrets
 import warnings
 
 import keras
@@ -127,6 +131,14 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 "auto_scale_loss=True skips steps depending on raw gradients. Leave it out: a "
                 "float16 loss is scaled by a constant, undone before the norm is taken."
             )
+        if optimizer.secure_noise:  # its random bits come from outside of the graph
+            if kwargs.get("jit_compile") is True:
+                raise ValueError(
+                    "secure_noise=True takes its random bits from outside of the graph, which XLA "
+                    "cannot compile. Compile the model with jit_compile=False, or leave "
+                    "secure_noise out."
+                )
+            kwargs["jit_compile"] = False
         clipping.validate(self)
         with self.distribute_strategy.scope():  # metrics have variables
             super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
@@ -273,6 +285,9 @@ class DPModel(Guard, PrivateStep, keras.Model):
     def save(self, filepath, overwrite=True, **kwargs):
         """Saves the model, with what it has spent; the legacy format `.h5` cannot hold that.
 
+        A file that is there already is replaced as a whole, so that whatever kills the process
+        leaves the old one or the new one.
+
         Raises:
             ValueError: the file is a legacy `.h5`.
         """
@@ -281,7 +296,19 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 f"{filepath} is in the legacy HDF5 format, which would lose the privacy ledger: a "
                 "loaded model would count from zero. Save as .keras, or the weights as .weights.h5."
             )
-        super().save(filepath, overwrite, **kwargs)
+        save = functools.partial(super().save, **kwargs)
+        if kwargs.get("zipped") is False:  # a folder
+            save(filepath, overwrite=overwrite)
+        else:
+            _atomically(save, filepath, overwrite)
+
+    def save_weights(self, filepath, overwrite=True, **kwargs):
+        """Saves the weights, with what they have spent; as `keras.Model.save_weights`."""
+        save = functools.partial(super().save_weights, **kwargs)
+        if kwargs.get("max_shard_size") is not None:  # several files
+            save(filepath, overwrite=overwrite)
+        else:
+            _atomically(save, filepath, overwrite)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -365,6 +392,21 @@ def _counterpart(model):
     if isinstance(model, Functional) and type(model).call is Functional.call:
         return DPModel(model.input, model.output, name=model.name)
     return PrivateWrapper(model, name=model.name)
+
+
+def _atomically(save, filepath, overwrite):
+    """Saves beside the file and renames, where Keras would truncate the file and write."""
+    path = pathlib.Path(filepath)
+    one_file = path.name.endswith((".keras", ".weights.h5")) and "://" not in str(filepath)
+    if not one_file or path.is_dir() or (path.exists() and not overwrite):  # where Keras asks
+        save(filepath, overwrite=overwrite)
+        return
+    beside = path.with_name(f"{secrets.token_hex(4)}-{path.name}")
+    try:
+        save(beside, overwrite=True)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _sampling_of_arrays(call, optimizer):

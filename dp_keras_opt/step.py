@@ -196,7 +196,7 @@ def _as_batch(data, convert=tf.convert_to_tensor):
     mask = public = None
     if isinstance(weight, Rows):
         mask, public, weight = weight.mask, weight.public, weight.sample_weight
-    x, y, weight, mask = _map(convert, (x, y, weight, mask))
+    x, y, weight, mask, public = _map(convert, (x, y, weight, mask, public))
     mask = tf.cast(mask, tf.bool) if tf.is_tensor(mask) else mask
     return Batch(x, y, weight, mask, public)
 

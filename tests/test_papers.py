@@ -19,6 +19,8 @@ sys.path.insert(0, str(FOLDER))
 import accelerated  # noqa: E402
 import adagrad_1d  # noqa: E402
 import adp  # noqa: E402
+import correlated  # noqa: E402
+import language_model  # noqa: E402
 import quadratic  # noqa: E402
 
 SIGMA, STEPS = 0.3, 60
@@ -259,6 +261,37 @@ def test_the_language_model_trains_on_a_text_of_ones_own(tmp_path):
     run_quickly("language_model", tmp_path / "results", "--data", tmp_path / "my.txt")
     table = (tmp_path / "results" / "language_model.csv").read_text(encoding="utf-8").splitlines()
     assert len(table) == 1 + 2 * 5  # each of two noises with each of five methods
+
+
+def test_the_header_of_figure_3_is_that_of_the_paper():
+    low, banded, independent = correlated.header().values()
+    assert low.sigma == pytest.approx(0.134, abs=6e-4)
+    assert low.rmse == pytest.approx(banded.rmse, rel=1e-9)
+    assert (low.epsilon, banded.epsilon) == pytest.approx((149.1, 10.05), abs=0.06)
+    assert independent.epsilon == banded.epsilon
+
+
+@pytest.mark.parametrize("noise", correlated.NOISES)
+def test_all_noises_of_the_correlated_experiment_cost_the_same(noise):
+    plan = correlated.QUICK.plan
+    spent = plan.epsilon(noise, plan.sigma(noise))
+    assert spent == pytest.approx(correlated.EPSILON, rel=1e-3)
+
+
+def test_the_correlated_experiment_trains_and_reports(tmp_path):
+    size, text = correlated.QUICK, "so it is written: " * 400
+    parts = correlated.shortened(language_model.sequences(text), size)
+    setting = {"noise": "banded", "method": "scale-then-privatize", "rate": 0.01, "clip": 0.5}
+    result = correlated.train(setting | {"epsilon": 1e-3, "seed": 0}, parts, size)
+    assert len(result["curve"].split()) == 4  # epochs of a single fit
+    assert result["privacy"] == pytest.approx(correlated.EPSILON, rel=1e-3)
+
+    run = result | {name: setting[name] for name in ("rate", "clip")}
+    results = {pair: [run | {"σ": size.plan.sigma(pair[0])}] for pair in size.pairs}
+    correlated.write(results, size, tmp_path)
+    table = (tmp_path / "correlated_figure_3.csv").read_text(encoding="utf-8").splitlines()
+    assert len(table) == 1 + 3 + 3 + 3  # our header, methods, and the paper's header
+    assert (tmp_path / "correlated.png").exists()
 
 
 def test_doppler_trains_on_images_of_ones_own(tmp_path):

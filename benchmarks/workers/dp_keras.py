@@ -17,7 +17,7 @@ def prepare(workload, variant, batch_size, device):
 
     Variants: "dpsgd", "dp2rmsprop", "galore", the second moments of DPAdam; after them "+xla" to
     compile the step on the CPU too, "+pieces" for physical batches of 256, "+bands16" for noise of
-    16 bands, or "+" and the name of a filter.
+    16 bands, "+secure" for secure noise, or "+" and the name of a filter.
     """
     require(device)
     variant, *options = variant.split("+")
@@ -38,6 +38,7 @@ def prepare(workload, variant, batch_size, device):
 def optimizer(variant, batch_size, options):
     """The optimizer of a variant, with clip norm 1 and noise multiplier 1."""
     common = {"clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": batch_size}
+    common["secure_noise"] = "secure" in options
     if "bands16" in options:
         common["noise"] = dp.noise.BandedMatrix(MOST_STEPS, 16)
     common["gradient_filter"] = next((o for o in options if o in dp.filters.PRESETS), None)

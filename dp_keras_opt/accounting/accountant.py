@@ -1,7 +1,9 @@
 """Epsilon of what was released, by dp_accounting's accountants."""
 
 import contextlib
+import dataclasses
 import logging
+import math
 import numbers
 import warnings
 
@@ -133,6 +135,36 @@ def compose(segments, delta, accountant="rdp", max_distinct=MAX_DISTINCT, optimi
     # sampling, the two guarantees are added, each at its share of delta. Pure ones need none.
     share = delta / max(sum(name != "pure" for name, _ in accountants), 1)
     return float(sum(each.get_epsilon(share) for each in accountants.values()))
+
+
+def affordable_steps(past, current, limit, epsilon, delta, accountant="rdp"):
+    """How many further steps of the segment `current`, at most `limit`, keep within epsilon.
+
+    See `Ledger.affordable_steps`; `past` are the segments before it.
+    """
+    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
+        raise ValueError(f"epsilon must be a number >= 0; received {epsilon!r}.")
+    check_delta(delta, (*past, current), accountant)
+    past = [segment for segment in past if segment.steps]
+
+    def fits(more):
+        longer = dataclasses.replace(current, steps=current.steps + more)
+        return compose([*past, longer], delta, accountant) <= epsilon
+
+    if math.isinf(epsilon):
+        return limit
+    if not limit or not fits(1):
+        return 0
+    fit, too_many = 1, None  # doubles until it no longer fits, then bisects
+    while too_many is None or too_many - fit > 1:
+        if too_many is None and fit == limit:
+            return limit
+        middle = min(2 * fit, limit) if too_many is None else (fit + too_many) // 2
+        if fits(middle):
+            fit = middle
+        else:
+            too_many = middle
+    return fit
 
 
 def _check_name(name):

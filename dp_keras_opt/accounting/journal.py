@@ -113,12 +113,9 @@ def read(path):
         try:
             record = json.loads(line)
             run = record["run"]
-            if "begins" in record:
-                runs[run] = record["begins"], 0
-                runs.pop(record.get("continues"), None)
-            for key in ("reserved", "ran"):
-                if key in record:
-                    runs[run] = runs[run][0], int(record[key])
+            begins = record["begins"] if "begins" in record else runs[run][0]
+            runs[run] = begins, int(record["ran" if "ran" in record else "reserved"])
+            runs.pop(record.get("continues"), None)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"Line {number} of {path} is no record of a ledger: the file is another one, or "

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import numbers
 import secrets
 
 import keras
@@ -148,7 +147,6 @@ class Ledger:
     Args:
         path: None, or the file, which is made if there is none. It is locked until `release`, or
             until the process ends.
-        segments: closed segments of the past; the next steps need a `begin`.
 
     Raises:
         ValueError: the file is not a ledger, or was altered.
@@ -156,7 +154,7 @@ class Ledger:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path=None, *, segments=()):
+    def __init__(self, path=None):
         self._closed = []
         self._current = None
         self._pending = 0  # steps reserved and not yet settled
@@ -165,8 +163,6 @@ class Ledger:
         if self._journal:
             self._closed = _segments(self._journal.runs)
             self._on_file = {segment.run: segment.steps for segment in self._closed}
-        if segments:
-            self.merge(Ledger._of_segments(segments))
 
     @classmethod
     def _of_segments(cls, segments):
@@ -366,31 +362,11 @@ class Ledger:
         Raises:
             ValueError: no segment has begun, or an argument is out of range.
         """
-        if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
-            raise ValueError(f"epsilon must be a number >= 0; received {epsilon!r}.")
         self._need_current()
-        accountants.check_delta(delta, self.segments, accountant)
-        current, past = self._current, [segment for segment in self._closed if segment.steps]
         limit = min(self._steps_left(), _MOST_STEPS)
-
-        def fits(more):
-            longer = dataclasses.replace(current, steps=current.steps + more)
-            return accountants.compose([*past, longer], delta, accountant) <= epsilon
-
-        if math.isinf(epsilon):
-            return limit
-        if not limit or not fits(1):
-            return 0
-        fit, too_many = 1, None  # doubles until it no longer fits, then bisects
-        while too_many is None or too_many - fit > 1:
-            if too_many is None and fit == limit:
-                return limit
-            middle = min(2 * fit, limit) if too_many is None else (fit + too_many) // 2
-            if fits(middle):
-                fit = middle
-            else:
-                too_many = middle
-        return fit
+        return accountants.affordable_steps(
+            self._closed, self._current, limit, epsilon, delta, accountant
+        )
 
     def statement(self, delta, accountant="rdp", group_size=1):
         """The guarantee in words; see `statement.statement`."""
@@ -427,8 +403,7 @@ class Ledger:
 
     def __getstate__(self):
         # A copy (copy, pickle) that trains on is another run than the original, and has no file.
-        state = vars(Ledger._of_segments(self.segments))
-        return state
+        return vars(Ledger._of_segments(self.segments))
 
     def to_json(self):
         """The ledger as text."""

@@ -80,6 +80,7 @@ class Correlated(Mechanism):
     def unit_noise(self, shapes, source, stream=0):
         step, past = source.memory(stream)
         gain, weights, slot, keeps_noise = self.mixing(step)
+        gain, weights = tf.cast(gain, source.dtype), tf.cast(weights, source.dtype)
         step.assign_add(1)
         draws = [source.normal(shape) for shape in shapes]
         if not self.slots:

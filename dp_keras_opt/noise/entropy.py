@@ -22,6 +22,9 @@ class NoiseSource:
             the noise; a warning says so.
     """
 
+    #: Of the draws, and of the memory of past ones.
+    dtype = tf.float32
+
     def __init__(self, seed=None):
         self._seeded = seed is not None
         if seed is None:
@@ -55,7 +58,8 @@ class NoiseSource:
 
         def memory():
             step = tf.Variable(0, dtype=tf.int64, trainable=False)
-            return step, [tf.Variable(tf.zeros((size,)), trainable=False) for _ in range(slots)]
+            zeros = tf.zeros((size,), self.dtype)
+            return step, [tf.Variable(zeros, trainable=False) for _ in range(slots)]
 
         self._memories[stream] = replicas.without_strategy(memory)
 

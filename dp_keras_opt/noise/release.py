@@ -61,13 +61,19 @@ def release(releases, queries, sums, *, batch_size, alpha, source):
         scale = part.multiplier * alpha * query.sensitivity
         std = _std(part, source, index)
         noise = part.mechanism.unit_noise([value.shape for value in total], source, (index, 0))
-        answers.append(
-            Released(
-                [(value + scale * z) / batch_size for value, z in zip(total, noise, strict=True)],
-                tf.cast(scale * std / batch_size, tf.float32),
-            )
-        )
+        noisy = _noisy(total, scale, noise, batch_size)
+        answers.append(Released(noisy, tf.cast(scale * std / batch_size, tf.float32)))
     return answers
+
+
+def _noisy(values, scale, noise, divisor=1.0):
+    """(value + scale·noise)/divisor in the precision of the noise, then rounded to float32."""
+
+    def one(value, z):
+        exact = tf.cast(value, z.dtype) + tf.cast(scale, z.dtype) * z
+        return tf.cast(exact / divisor, tf.float32)
+
+    return [one(value, z) for value, z in zip(values, noise, strict=True)]
 
 
 def _std(part, source, index):
@@ -103,7 +109,7 @@ def _mean_and_square(part, query, total, batch_size, alpha, source, index):
     on_mean = part.mechanism.unit_noise(shapes, source, (index, 0))
     on_square = part.mechanism.unit_noise(shapes, source, (index, 1))
     return Released(
-        [g + scale * z for g, z in zip(mean, on_mean, strict=True)],
+        _noisy(mean, scale, on_mean),
         tf.cast(scale * std, tf.float32),
-        [s + scale / joint.weight**0.5 * z for s, z in zip(square, on_square, strict=True)],
+        _noisy(square, scale / joint.weight**0.5, on_square),
     )

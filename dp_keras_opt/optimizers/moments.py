@@ -141,7 +141,8 @@ class BiasCorrected(SecondMoment):
 
     def estimate(self, rule, v, steps):
         phi = rule.corrected(ops.convert_to_tensor(self._power), steps)
-        return super().estimate(rule, v, steps) - phi
+        v_hat = super().estimate(rule, v, steps)
+        return v_hat - ops.cast(phi, v_hat.dtype)
 
     def root(self, rule, v_hat):
         return ops.sqrt(ops.maximum(v_hat, rule.epsilon**2))

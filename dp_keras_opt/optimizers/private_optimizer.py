@@ -12,6 +12,7 @@ from dp_keras_opt import filters, noise, replicas
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.entropy import NoiseSource
 from dp_keras_opt.noise.mechanism import Release
+from dp_keras_opt.noise.secure import SecureNoiseSource
 from dp_keras_opt.optimizers import projection as projections
 
 #: Keras arguments that would mean something else under clipping and noise, and what to use.
@@ -37,6 +38,7 @@ PRIVATE_ARGUMENTS = (
     "clipping",
     "normalize",
     "seed",
+    "secure_noise",
     "gradient_filter",
     "projection",
 )
@@ -160,6 +162,8 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         normalize: False for clip(g; C) = g·min(1, C/‖g‖); True for g·C/(‖g‖ + 0.01).
         seed: None, noise from the operating system's entropy. An integer makes the noise
             reproducible and voids the guarantee.
+        secure_noise: whether the noise withstands attacks on floating-point numbers and on the
+            random generator (`noise.secure`). Slower, and not for steps compiled by XLA.
         gradient_filter: None, or an object of `dp_keras_opt.filters` or the name of a preset, which
             smooths the privatized gradients over time. The rule then steps along its output; second
             moments come from the unfiltered gradients. It takes the place of Adam's first moment.
@@ -178,6 +182,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
     noise_schedule = _FrozenAtBuild(lambda name, value: noise.schedules.get(value))
     clipping = _FrozenAtBuild(_clipping_style)
     normalize = _FrozenAtBuild(_bool)
+    secure_noise = _FrozenAtBuild(_bool)
     gradient_filter = _FrozenAtBuild(lambda name, value: filters.get(value))
     projection = _FrozenAtBuild(lambda name, value: projections.get(value))
 
@@ -201,6 +206,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         clipping="flat",
         normalize=False,
         seed=None,
+        secure_noise=False,
         gradient_filter=None,
         projection=None,
         **kwargs,
@@ -215,10 +221,17 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         self.clipping = clipping
         self.normalize = normalize
         self.seed = seed
+        self.secure_noise = secure_noise
         self.gradient_filter = gradient_filter
         self.projection = projection
         # A plain object behind Keras's tracking: the state of the noise is never saved.
-        object.__setattr__(self, "noise_source", NoiseSource(seed))
+        if secure_noise and seed is not None:
+            raise ValueError(
+                "secure_noise=True and a seed contradict each other: whoever knows the seed can "
+                "subtract the noise. Leave one of them out."
+            )
+        source = SecureNoiseSource() if secure_noise else NoiseSource(seed)
+        object.__setattr__(self, "noise_source", source)
         object.__setattr__(self, "_memory", [])
 
     @property

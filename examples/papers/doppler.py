@@ -366,8 +366,7 @@ def compare(results, better, worse):
     """How much more accurate a setting is, the standard error of that, and what it says."""
     means, errors = report.mean_and_error([results[s].tests for s in (better, worse)], axis=1)
     gain, error = means[0] - means[1], np.hypot(*errors)
-    word = "contradicted" if gain < -2 * error else "not told apart"
-    return gain, error, "seen" if gain > 2 * error else word
+    return gain, error, report.seen(gain, error)
 
 
 def verdict(results, size, models):

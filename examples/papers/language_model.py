@@ -108,32 +108,53 @@ def transformer():
     return dp.DPModel(tokens, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
 
 
-def optimizer_for(setting, batch, weights):
-    """The optimizer of a setting, whose clip norm and ε are in the units of RANGES."""
+def optimizer_for(setting, batch, sigma, independent, noise="gaussian", strength=1.0):
+    """The optimizer of a setting, whose clip norm and ε are in the units of RANGES.
+
+    Args:
+        setting: a dict of KEY.
+        batch: expected batch size B.
+        sigma: noise multiplier.
+        independent: what estimates the second moment in the method of that name.
+        noise: the mechanism.
+        strength: standard deviation of its noise at a step, in units of σC/B.
+    """
     method, rate, clip, epsilon = (setting[k] for k in ("method", "rate", "clip", "epsilon"))
-    sigma = NOISES[setting["noise"]] * batch / math.sqrt(weights)
-    options = {"clip_norm": clip, "batch_size": batch, "noise_multiplier": sigma}
+    options = {"clip_norm": clip, "batch_size": batch, "noise_multiplier": sigma, "noise": noise}
     if method == "DP-SGD":
         return dp.optimizers.DPSGD(rate, momentum=0.9, **options)
-    source, epsilon = method.replace("-", "_"), epsilon * sigma * clip / batch
-    if method == "independent":  # Poisson batches: more examples than this in hardly any
-        source = dp.optimizers.moments.Independent(int(batch + 6 * batch**0.5))
+    source = independent if method == "independent" else method.replace("-", "_")
+    unit = strength * sigma / batch
+    epsilon *= unit * clip
     if method == "scale-then-privatize":
-        options["clip_norm"], epsilon = clip * batch / sigma, setting["epsilon"]
+        options["clip_norm"], epsilon = clip / unit, setting["epsilon"]
     return dp.optimizers.DPAdam(rate, beta_2=0.99, epsilon=epsilon, second_moment=source, **options)
+
+
+def new_model(seed):
+    """The Transformer with the initial weights of a seed; the noise stays unpredictable."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    return transformer()
 
 
 def train(setting, parts, size):
     """Trains with one setting; returns the columns beyond KEY of a row of results."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(setting["seed"])  # initial weights; the noise stays unpredictable
-    model = transformer()
-    optimizer = optimizer_for(setting, size.batch, model.count_params())
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss)
+    model = new_model(setting["seed"])
+    sigma = NOISES[setting["noise"]] * size.batch / math.sqrt(model.count_params())
+    # Poisson batches: more examples than this in hardly any
+    independent = dp.optimizers.moments.Independent(int(size.batch + 6 * size.batch**0.5))
+    optimizer = optimizer_for(setting, size.batch, sigma, independent)
     batches = dp.data.poisson_batches(
         xy(parts[0]), size.batch, steps_per_epoch=size.every, unit="sequence"
     )
+    return fitted(model, optimizer, batches, parts, size)
+
+
+def fitted(model, optimizer, batches, parts, size, accountant="rdp"):
+    """What `train` returns, after one `fit` of the model on the batches."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss)
     history = model.fit(
         batches,
         epochs=size.steps // size.every,
@@ -148,13 +169,13 @@ def train(setting, parts, size):
         "σ": optimizer.noise_multiplier,
         "C": optimizer.clip_norm,
         "ε": getattr(optimizer, "epsilon", math.nan),
-        "privacy": model.ledger.epsilon(DELTA),
+        "privacy": model.ledger.epsilon(DELTA, accountant),
         "negative": np.mean(history.get("negative_v", np.nan)),
         "norm": np.mean(history["gradient_norm"]),
     }
 
 
-def run(setting, parts, size, path):
+def run(setting, parts, size, path, train=train):
     """The result of `train` as a dict: from the table in `path`, or else added to it."""
     key = {name: setting[name] for name in KEY}
     row = report.remembered(path, key, lambda: train(setting, parts, size))
@@ -162,24 +183,30 @@ def run(setting, parts, size, path):
     return row | numbers | {"curve": np.array(row["curve"].split(), float)}
 
 
-def settings(noise, method, trials, seed):
-    """The settings to try, spread over RANGES on a logarithmic scale."""
-    low, high = np.log10(list(RANGES[method].values())).T
+def settings(noise, method, ranges, trials, seed):
+    """The settings to try, spread over the ranges on a logarithmic scale."""
+    low, high = np.log10(list(ranges.values())).T
     draws = low + (high - low) * qmc.LatinHypercube(len(low), rng=seed).random(trials)
     rounded = [[float(f"{10**x:.3g}") for x in draw] for draw in draws]
     common = {"noise": noise, "method": method, "seed": seed}
-    return [common | dict(zip(RANGES[method], draw, strict=True)) for draw in rounded]
+    return [common | dict(zip(ranges, draw, strict=True)) for draw in rounded]
 
 
-def experiment(parts, size, seed, path):
+def experiment(pairs, parts, size, seed, path, ranges=RANGES, train=train):
     """{(noise, method): results from different initial weights, at the settings tuned}."""
-    results = {pair: [] for pair in itertools.product(NOISES, METHODS)}
-    tried = {pair: settings(*pair, size.trials, seed) for pair in results}
+    results = {pair: [] for pair in pairs}
+    tried = {pair: settings(*pair, ranges[pair[1]], size.trials, seed) for pair in results}
     for candidates in tried.values() if size.trials > 1 else ():
-        candidates.sort(key=lambda s: final_loss(run(s, parts, size, path)))
+        candidates.sort(key=lambda s: final_loss(run(s, parts, size, path, train)))
     for new_seed, pair in itertools.product(range(seed + 1, seed + 1 + size.seeds), results):
-        results[pair].append(run(tried[pair][0] | {"seed": new_seed}, parts, size, path))
+        results[pair].append(run(tried[pair][0] | {"seed": new_seed}, parts, size, path, train))
     return results
+
+
+def runs_file(folder, parts, size):
+    """Where the runs of such data and size go; those with more seeds begin with the same."""
+    same = zlib.crc32(parts[0].tobytes() + repr(dataclasses.replace(size, seeds=0)).encode())
+    return folder / f"runs_{same:08x}.csv"
 
 
 def final_loss(result):
@@ -212,8 +239,7 @@ def verdict(results, size):
         (base, loss), errors = report.mean_and_error(pair, axis=1)
         gap, error = loss - base, np.hypot(*errors)
         sign, word = (-1, "lower") if method in LOWER[noise] else (1, "higher")
-        seen = "contradicted" if -sign * gap > 2 * error else "not told apart"
-        seen = "seen" if sign * gap > 2 * error else seen
+        seen = report.seen(sign * gap, error)
         lines.append(f"- {noise} noise, {method} {word}: {seen}, {gap:+.4f} ± {error:.4f}.")
     for noise in NOISES:
         share = np.mean([run["negative"] for run in results[noise, "bias-corrected"]])
@@ -257,9 +283,9 @@ def main():
     size = dataclasses.replace(size, seeds=options.seeds or size.seeds)
     parts = sequences(prose(options.data))
     options.output.mkdir(parents=True, exist_ok=True)
-    same = zlib.crc32(parts[0].tobytes() + repr(dataclasses.replace(size, seeds=0)).encode())
-    path = options.output / f"runs_{same:08x}.csv"
-    results = experiment(parts, size, options.seed, path)
+    path = runs_file(options.output, parts, size)
+    pairs = itertools.product(NOISES, METHODS)
+    results = experiment(pairs, parts, size, options.seed, path)
     report.write(options.output, "language_model", table(results), CLAIM, verdict(results, size))
     plot(results, parts[1], size, options.output / "language_model.png")
 

@@ -26,6 +26,13 @@ def mean_and_error(values, axis=0):
     return values.mean(axis=axis), spread / np.sqrt(count)
 
 
+def seen(gain, error):
+    """Whether a gain was: more than 2 standard errors decide."""
+    if abs(gain) > 2 * error:
+        return "seen" if gain > 0 else "contradicted"
+    return "not told apart"
+
+
 def remembered(path, key, compute):
     """The row of a run: from the table in `path`, or else computed and added to it.
 
