@@ -292,11 +292,12 @@ def check_data(strategy, task):
             [x[rows.mask > 0] for x, _, rows in batches.dataset.as_numpy_iterator()]
         )
 
-    mine = np.bincount(drawn(poisson), minlength=60) > 0
-    once = np.bincount(drawn(ordered), minlength=60)
-    both = dp.replicas.gathered(np.stack([mine, once]).astype(np.uint8).tobytes(), strategy)
-    both = np.sum([np.frombuffer(each, np.uint8).reshape(2, 60) for each in both], axis=0)
-    np.testing.assert_array_equal(both, np.ones((2, 60)))  # the chance of missing one: 6e-5
+    counts = np.stack([np.bincount(drawn(each), minlength=60) for each in (poisson, ordered)])
+    workers = dp.replicas.gathered(counts.astype(np.uint8).tobytes(), strategy)
+    counts = np.stack([np.frombuffer(each, np.uint8).reshape(2, 60) for each in workers])
+    np.testing.assert_array_equal(np.sum(counts > 0, axis=0), 1)  # missing one: 6 in 10^5
+    np.testing.assert_array_equal(np.sum(counts[:, 1], axis=0), 1)
+    assert abs(counts[:, 0].sum() - 600) < 6.2 * (60 * 20 / 4) ** 0.5  # binomial; 6 in 10^10
 
 
 def check_steps(strategy):
