@@ -42,7 +42,7 @@ def start_workers(*arguments):
     ]  # fmt: skip
 
 
-def finish(processes, timeout=120):
+def finish(processes, timeout=300):
     """(exit status, output) of each; none is left behind."""
     try:
         return [(p.communicate(timeout=timeout)[0], p.returncode) for p in processes]
@@ -66,7 +66,7 @@ def test_workers(tmp_path):
     assert keras.saving.load_model(tmp_path / "model.keras").ledger.steps == 4
 
     # A worker that is killed stops the other; and the noise is not that of the first run.
-    (output, status), (_, killed) = finish(start_workers("worker", tmp_path, "killed"), timeout=60)
+    (output, status), (_, killed) = finish(start_workers("worker", tmp_path, "killed"), timeout=120)
     assert (status, killed) == (3, 9), output[-4000:]
     assert "Another worker stopped" in output
     assert 3 <= dp.accounting.Ledger(tmp_path / "killed.jsonl").steps <= 6
