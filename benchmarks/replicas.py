@@ -1,7 +1,7 @@
 """Times training on two workers and on two devices beside one, on this machine.
 
-    python benchmarks/replicas.py                             # mlp and cnn, batches of 256 and 1024
-    python benchmarks/replicas.py --workloads cnn --batch-sizes 4096
+    python benchmarks/replicas.py                             # mlp and cnn, batches of 256 and 4096
+    python benchmarks/replicas.py --workloads cnn --batch-sizes 1024
 
 Workers are processes that talk over loopback, each held to one core, as if it were a machine of its
 own: "2 workers" over "1 worker" is what a second machine brings, less what a network costs. Devices
@@ -23,7 +23,7 @@ CASES = ("1 worker", "2 workers", "1 device", "2 devices")
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="*", default=["mlp", "cnn"])
-    parser.add_argument("--batch-sizes", type=int, nargs="*", default=[256, 1024])
+    parser.add_argument("--batch-sizes", type=int, nargs="*", default=[256, 4096])
     parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--rounds", type=int, default=5, help="of which the fastest counts")
     options = parser.parse_args()
