@@ -78,7 +78,7 @@ configurations = st.fixed_dictionaries(
     {
         "rule": st.sampled_from(RULES),
         "second_moment": st.sampled_from(sorted(_moments)),
-        "ablation": st.sampled_from([None, "noise_before", "extra_query"]),
+        "ablation": st.sampled_from([None, "noise_before_preconditioning", "extra_query"]),
         "wrapped": st.sampled_from(["lion", "nadam", "adamw", "ftrl", "adafactor"]),
         "mechanism": st.sampled_from(sorted(_mechanisms)),
         "filter": st.sampled_from([None, None, "f1", "f6", "optimal"]),
@@ -122,6 +122,8 @@ def _likely(c):
     c["projection"] &= rule in ("DPSGD", "DPAdam", "DPAdagrad", "DPRMSprop", "DPYogi")
     if c["second_moment"] in ("independent", "joint") and c["mechanism"] == "laplace":
         c["mechanism"] = "gaussian"
+    if c["second_moment"] == "independent" and rule != "DPAdam":
+        c["second_moment"] = "post_processing"
     if c["second_moment"] == "bias_corrected" and rule == "DPYogi":
         c["second_moment"] = "post_processing"
     return c

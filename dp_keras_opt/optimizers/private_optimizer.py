@@ -323,6 +323,8 @@ class PrivateOptimizer(replicas.UpdatesOnce):
 
     def query(self, scale=None, clip_norm=None):
         """A query with this optimizer's bound and style, in the geometry `scale`."""
+        if scale is not None:  # clipping works in float32, whatever the variables are
+            scale = [tf.cast(part, tf.float32) for part in scale]
         clip_norm = self.clip_norm if clip_norm is None else clip_norm
         return Query(scale, clip_norm, self.noise.norm, self.clipping, self.normalize)
 

@@ -188,7 +188,8 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
         v = ops.convert_to_tensor(self._second_moments[self._get_variable_index(variable)])
         root = ops.sqrt(ops.maximum(v, 0.0)) + self.epsilon
         rate = ops.cast(learning_rate, variable.dtype)
-        self.assign_sub(variable, rate * ops.cast(gradient / root, variable.dtype))
+        step = ops.cast(gradient, root.dtype) / root
+        self.assign_sub(variable, rate * ops.cast(step, variable.dtype))
 
     def get_config(self):
         return super().get_config() | {"rank": self.rank, "epsilon": self.epsilon}
