@@ -18,6 +18,7 @@ from dp_keras_opt import (
     noise,
     optimizers,
     plots,
+    replicas,
     serving,
     theory,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "noise",
     "optimizers",
     "plots",
+    "replicas",
     "serving",
     "theory",
 ]

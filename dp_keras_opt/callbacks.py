@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt import replicas
 from dp_keras_opt.model import DPModel
 
 
@@ -146,7 +147,9 @@ class OptimizerReport(keras.callbacks.Callback):
         super().set_model(model)
         _check_model(self)
         if self._observe not in model.release_observers:
-            self._squared_norm = keras.metrics.Mean(name="squared_gradient_norm")
+            self._squared_norm = replicas.without_strategy(
+                lambda: keras.metrics.Mean(name="squared_gradient_norm")
+            )
             model.observe_releases(self._observe)
 
     def _observe(self, queries, released):

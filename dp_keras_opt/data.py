@@ -2,10 +2,12 @@
 
 A privacy guarantee depends on how examples get into batches. `poisson_batches` samples them the
 way the accountant assumes, and says so; `assume_sampling` carries the word of a user who samples.
-Both give `Batches`, which `DPModel.fit` takes.
+Both give `Batches`, which `DPModel.fit` takes. Made within the scope of a
+`MultiWorkerMirroredStrategy`, they are this worker's part of batches that all workers share.
 """
 
 import dataclasses
+import hashlib
 import secrets
 import warnings
 from collections.abc import Iterable
@@ -15,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt import arrays
+from dp_keras_opt import arrays, replicas
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.noise.entropy import numpy_generator
 
@@ -50,6 +52,8 @@ class Batches:
         steps_per_epoch: the number of batches in an iteration, or None: unknown.
         arrangement: the number that the order, or the groups, of the examples were drawn from; to
             be kept as secret as the noise. None where there is neither.
+        workers: how many processes take part in each batch, of which `dataset` has the rows of
+            this one.
     """
 
     dataset: Any = dataclasses.field(repr=False)
@@ -57,6 +61,7 @@ class Batches:
     physical_batch_size: int | None = None
     steps_per_epoch: int | None = None
     arrangement: int | None = dataclasses.field(default=None, repr=False)
+    workers: int = 1
 
     def __iter__(self):
         return iter(self.dataset)
@@ -131,7 +136,11 @@ def poisson_batches(
             "tests.",
             stacklevel=2,
         )
-    root = None if seed is None else numpy_generator(seed)
+    root = None
+    if seed is not None:
+        worker = replicas.place()[0]
+        root = numpy_generator([seed, worker] if worker else seed)
+    _check_same_data(examples)
     everyone = [np.arange(n)]
     return _poisson(examples, sampling, everyone, steps_per_epoch, physical_batch_size, root)
 
@@ -185,6 +194,7 @@ def cyclic_poisson(
             f"steps_per_epoch={steps_per_epoch} is not a multiple of groups={groups}: the next "
             "iteration would begin with the first group too soon."
         )
+    _check_same_data(examples)
     arrangement = _arrangement(arrangement)
     group = numpy_generator(arrangement).integers(groups, size=n)
     members = [np.flatnonzero(group == turn) for turn in range(groups)]
@@ -226,15 +236,21 @@ def fixed_order_epochs(
         n, batch_size, adjacency, unit=unit, drop_remainder=drop_remainder
     )
     steps = sampling.steps_per_epoch
+    _check_same_data(examples)
     arrangement = _arrangement(arrangement)
     order = np.full(steps * batch_size, -1, np.int64)
     order[:n] = numpy_generator(arrangement).permutation(n)[: len(order)]
+    worker, workers = replicas.place()
+    order = np.pad(
+        order.reshape(steps, batch_size), [(0, 0), (0, -batch_size % workers)], constant_values=-1
+    )[:, worker::workers]
+    rows = order.shape[1]
 
     def epoch():
-        yield from order.reshape(steps, batch_size)
+        yield from order
 
-    dataset = _gathered(examples, epoch, batch_size, steps)
-    return Batches(dataset, sampling, batch_size, steps, arrangement)
+    dataset = _gathered(examples, epoch, rows, steps)
+    return Batches(dataset, sampling, rows, steps, arrangement, workers)
 
 
 def with_public(private, public, public_batch_size=None):
@@ -279,8 +295,7 @@ def with_public(private, public, public_batch_size=None):
         chosen = tf.range(count) if size == count else tf.random.shuffle(tf.range(count))[:size]
         mine = keras.tree.map_structure(lambda t: tf.gather(t, chosen), (x, y))
         number = tf.shape(keras.tree.flatten(x_private)[0])[0]
-        if not isinstance(rows, Rows):
-            rows = Rows(tf.ones((number,)), rows)
+        rows = _as_rows(rows, number)
 
         def append(private_part, public_part):
             return tf.concat([private_part, public_part], axis=0)
@@ -290,7 +305,7 @@ def with_public(private, public, public_batch_size=None):
             lambda w: None if w is None else append(w, tf.ones((size,), w.dtype)),
             rows.sample_weight,
         )
-        share = append(tf.zeros((number,)), tf.fill((size,), 1.0 / size))
+        share = append(tf.zeros((number,)), tf.fill((size,), 1.0 / (size * private.workers)))
         return (*joined, Rows(append(rows.mask, tf.zeros((size,))), weight, share))
 
     return dataclasses.replace(private, dataset=private.dataset.map(join))
@@ -304,7 +319,8 @@ def assume_sampling(data, sampling):
 
     Args:
         data: batches as `keras.Model.fit` takes them: a `tf.data.Dataset`, a
-            `keras.utils.PyDataset`, or a generator of `(x, y)` or `(x, y, sample_weight)`.
+            `keras.utils.PyDataset`, or a generator of `(x, y)` or `(x, y, sample_weight)`. For
+            several workers, this one's part of each batch, of examples that no other worker has.
         sampling: the `dp.accounting.Sampling` that takes place.
 
     Returns:
@@ -330,6 +346,7 @@ def assume_sampling(data, sampling):
             "`data` must be batches: a tf.data.Dataset, a keras.utils.PyDataset or a generator. "
             f"Received: {type(data).__name__}. For arrays, use `dp.data.poisson_batches`."
         )
+    workers = replicas.place()[1]
     size = _fixed_batch_size(data)
     if size is not None and sampling.is_poisson:
         warnings.warn(
@@ -338,16 +355,47 @@ def assume_sampling(data, sampling):
             "`dp.data.poisson_batches`, or state the sampling that takes place.",
             stacklevel=2,
         )
-    elif size is not None and size != sampling.batch_size:
+    elif size is not None and size * workers != sampling.batch_size:
         raise ValueError(
             f"`sampling` states batches of {sampling.batch_size} examples, but those of `data` "
-            f"have {size}. Make them agree."
+            f"have {size}{f' for each of {workers} workers' if workers > 1 else ''}. Make them "
+            "agree."
         )
     try:
         steps = data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
     except (TypeError, NotImplementedError):  # infinite, unknown or a generator
         steps = None
-    return Batches(data, sampling, steps_per_epoch=steps)
+    return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
+
+
+def deal(batches, hands):
+    """The data set of a `Batches`, each batch dealt out to so many hands in turn.
+
+    All hands are of equal size: padding makes up for the rows that are missing.
+    """
+
+    def hand(batch, index):
+        x, y, rows = keras.utils.unpack_x_y_sample_weight(batch)
+        number = tf.shape(tf.nest.flatten(x)[0])[0]
+
+        def part(tensor):
+            if tensor is None:
+                return None
+            ends = [(0, -number % hands)] + [(0, 0)] * (tensor.shape.rank - 1)
+            return tf.pad(tensor, ends)[index::hands]
+
+        return keras.tree.map_structure(part, (x, y, _as_rows(rows, number)))
+
+    def all_hands(*batch):
+        indices = tf.data.Dataset.range(hands, output_type=tf.int32)
+        return indices.map(lambda index: hand(batch, index))
+
+    return batches.dataset.flat_map(all_hands) if hands > 1 else batches.dataset
+
+
+def _as_rows(weights, number):
+    """The third element of a batch of so many rows, as `Rows`."""
+    return weights if isinstance(weights, Rows) else Rows(tf.ones((number,)), weights)
 
 
 def _gathered(tensors, draws, rows, steps):
@@ -380,10 +428,15 @@ def _gathered(tensors, draws, rows, steps):
 def _poisson(examples, sampling, members, steps_per_epoch, physical_batch_size, root=None):
     """`Batches` in which `members[t mod groups]`, arrays of indices, are drawn at step t."""
     n, batch_size = sampling.num_examples, sampling.batch_size
+    # Each worker draws from examples of its own: whatever the workers draw, none is drawn twice,
+    # and each is drawn independently of all others, as it is by one worker.
+    worker, workers = replicas.place()
+    members = [turn[worker::workers] for turn in members]
     if steps_per_epoch is None:
         steps_per_epoch = sampling.steps_per_epoch
     if physical_batch_size is None:
-        physical_batch_size = 8 * int(np.ceil(min(batch_size + 2 * batch_size**0.5, n) / 8))
+        share = batch_size / workers
+        physical_batch_size = 8 * int(np.ceil(min(share + 2 * share**0.5, n) / 8))
     steps_per_epoch = arrays.integer("steps_per_epoch", steps_per_epoch)
     physical_batch_size = arrays.integer("physical_batch_size", physical_batch_size)
 
@@ -397,7 +450,7 @@ def _poisson(examples, sampling, members, steps_per_epoch, physical_batch_size, 
 
     rows = physical_batch_size if physical_batch_size >= n else None
     dataset = _gathered(examples, draws, rows, steps_per_epoch)
-    return Batches(dataset, sampling, physical_batch_size, steps_per_epoch)
+    return Batches(dataset, sampling, physical_batch_size, steps_per_epoch, workers=workers)
 
 
 def _padded_draw(rng, members, probability, block):
@@ -414,8 +467,30 @@ def _padded_draw(rng, members, probability, block):
 
 
 def _arrangement(given):
-    """The number that an order is drawn from: a fresh one, or the one that is given."""
-    return secrets.randbits(128) if given is None else given
+    """The number that an order is drawn from: a fresh one for all workers, or the one given."""
+    if given is not None:
+        return given
+    return int.from_bytes(replicas.of_chief(secrets.token_bytes(16)), "big")
+
+
+def _check_same_data(examples):
+    """Refuses workers that hold different examples, or in another order.
+
+    They share the examples out by their places, and one could come to two workers.
+    """
+    if replicas.place()[1] == 1:
+        return
+    digest = hashlib.blake2b()
+    for leaf in tf.nest.flatten(examples):
+        if leaf is not None:
+            values = np.asarray(leaf)
+            content = values if values.dtype != object else repr(values.tolist()).encode()
+            digest.update(str(values.shape).encode() + np.ascontiguousarray(content).tobytes())
+    if len(set(replicas.gathered(digest.digest()))) > 1:
+        raise ValueError(
+            "The workers were given different data, or the same in another order, so that an "
+            "example could come to two of them. Load the same arrays on all workers."
+        )
 
 
 def _fixed_batch_size(data):

@@ -1,9 +1,11 @@
 """The guard around the train function: no step without its entry in the ledger."""
 
+import secrets
 import warnings
 
 import tensorflow as tf
 
+from dp_keras_opt import replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.noise import resume
 
@@ -92,7 +94,10 @@ class Guard:
         """
         if self.train_function is not None and not force:
             return
-        super().make_train_function(force=True)
+        if replicas.is_used(self.distribute_strategy):
+            self.train_function = replicas.train_function(self)
+        else:
+            super().make_train_function(force=True)
         run, steps, optimizer = self.train_function, self.steps_per_execution, self.optimizer
 
         def train_function(iterator):
@@ -120,11 +125,6 @@ class Guard:
 
     def _enter(self, steps, iterator):
         """Checks that these steps may run on this data, and reserves them in the ledger."""
-        if self.distribute_strategy.num_replicas_in_sync > 1:  # that of the model, not the scope
-            raise ValueError(
-                "Private training on several replicas is not supported: the noise would be added "
-                "once per replica. Train on one device."
-            )
         self._prepare(iterator)
         self._begin_segment()
         segment = self.ledger.current
@@ -166,6 +166,10 @@ class Guard:
         for layer in self._flatten_layers(include_self=False):
             if isinstance(layer, Guard):  # what it spent is in the weights, too
                 self.ledger.merge(layer.ledger)
+        strategy = self.distribute_strategy
+        if replicas.place(strategy)[1] > 1:  # all workers must come to the same decisions
+            for spent in replicas.gathered(self.ledger.to_json().encode(), strategy):
+                self.ledger.merge(Ledger.from_json(spent.decode()))
         if self._resumed is not None:
             self._go_on_with_run()
         else:
@@ -175,6 +179,7 @@ class Guard:
                 schedule=self.optimizer.noise_schedule,
                 clip_norm=self.optimizer.clip_norm,
                 first_step=self._iterations(),
+                run=replicas.of_chief(secrets.token_bytes(16), strategy).hex(),
             )
             if self.optimizer.noise.is_correlated:
                 self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
@@ -197,10 +202,12 @@ class Guard:
 
         Raises:
             ValueError: there is no run of correlated noise, or it broke off in the midst of an
-                epoch (of a round of groups), after which its batches cannot go on as accounted.
+                epoch (of a round of groups), after which its batches cannot go on as accounted; or
+                several workers train the model.
             OSError: the file exists, or cannot be written.
         """
         self._assert_compile_called("save_run")
+        self._refuse_workers()
         segment = self.ledger.current
         correlated = self.optimizer.noise.is_correlated
         if segment is None or not correlated or not segment.steps:
@@ -237,11 +244,19 @@ class Guard:
             OSError: the file is not there, or cannot be deleted.
         """
         self._assert_compile_called("resume_run")
+        self._refuse_workers()
         saved = resume.read(filepath)
         self.ledger.segment(saved.run, saved.steps)
         resume.delete(filepath)
         object.__setattr__(self, "_resumed", saved)
         return saved.arrangement
+
+    def _refuse_workers(self):
+        if replicas.place(self.distribute_strategy)[1] > 1:
+            raise ValueError(
+                "A run of correlated noise cannot be handed over by several workers: each would "
+                "write the same secret. Train within one process, or begin a new run."
+            )
 
     def _go_on_with_run(self):
         """Makes the resumed run that of the next steps, if they are as they were."""

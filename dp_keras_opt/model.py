@@ -15,7 +15,7 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 
-from dp_keras_opt import clipping
+from dp_keras_opt import clipping, data, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.data import Batches
 from dp_keras_opt.guard import Guard
@@ -140,7 +140,9 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 )
             kwargs["jit_compile"] = False
         clipping.validate(self)
-        super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
+        with self.distribute_strategy.scope():  # metrics have variables
+            super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
+        replicas.check_compiled(self, optimizer)
         object.__setattr__(self, "physical_batch_size", physical_batch_size)
         object.__setattr__(self, "release_observers", ())
         object.__setattr__(self, "_resumed", None)
@@ -180,13 +182,23 @@ class DPModel(Guard, PrivateStep, keras.Model):
         bound.apply_defaults()
         call = bound.arguments
         self._assert_compile_called("fit")
-        if isinstance(call["x"], Batches):
-            batches = call["x"]
+        if replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches):
+            batches = self._checked_batches(call["x"])
             self._sample_as(batches.sampling, batches.arrangement)
             call["x"], call["shuffle"] = batches.dataset, False
             _check_steps(batches, call["steps_per_epoch"])
             call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
             object.__setattr__(self, "_block", batches.physical_batch_size)
+            if replicas.is_used(self.distribute_strategy):
+                if call["steps_per_epoch"] is None:
+                    raise ValueError(
+                        "Several replicas need to know how many batches an epoch has: pass "
+                        "steps_per_epoch to fit."
+                    )
+                strategy = self.distribute_strategy
+                dataset = data.deal(batches, replicas.local(strategy))
+                call["x"] = replicas.distributed(strategy, dataset)
+                self.optimizer.noise_source.share(strategy)
         else:
             self._sample_as(_sampling_of_arrays(call, self.optimizer))
             object.__setattr__(self, "_block", None)
@@ -198,7 +210,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
             call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
         object.__setattr__(self, "_fitting", True)
         try:
-            return super().fit(*bound.args, **bound.kwargs)
+            with replicas.worker_lost(self.distribute_strategy):
+                return super().fit(*bound.args, **bound.kwargs)
         finally:
             object.__setattr__(self, "_fitting", False)
             current = self.ledger.current
@@ -215,8 +228,49 @@ class DPModel(Guard, PrivateStep, keras.Model):
             ValueError: `model.sampling` is not set.
         """
         self._assert_compile_called("train_on_batch")
+        if replicas.is_used(self.distribute_strategy):
+            raise ValueError(
+                "train_on_batch would give the same batch to every replica. Use fit, with "
+                "dp_keras_opt.data.assume_sampling for batches of your own."
+            )
         object.__setattr__(self, "_block", None)
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+
+    def _checked_batches(self, batches):
+        """`Batches` as they are, once it is clear which rows come to which replica.
+
+        Raises:
+            ValueError: it is not.
+        """
+        strategy = self.distribute_strategy
+        replicas.check_compiled(self, self.optimizer)  # again: `fit` may be in another scope
+        workers = replicas.place(strategy)[1]
+        if not isinstance(batches, Batches) or (
+            replicas.is_used(strategy) and not isinstance(batches.dataset, tf.data.Dataset)
+        ):
+            raise ValueError(
+                f"Several replicas need Batches of a tf.data.Dataset, received {batches!r}. Use "
+                "dp_keras_opt.data.poisson_batches."
+            )
+        if batches.workers != workers:
+            raise ValueError(
+                f"The model is trained by {workers} workers, and the batches were made for "
+                f"{batches.workers}. Make them within `with strategy.scope():`, too."
+            )
+        return batches
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        strategy = self.distribute_strategy
+        if iterator is None or not replicas.is_used(strategy):
+            return super()._maybe_symbolic_build(iterator, data_batch)
+        with strategy.scope():
+            self._symbolic_build(data_batch=replicas.element_spec(iterator._distributed_dataset))
+
+    def make_test_function(self, force=False):
+        if not replicas.is_used(self.distribute_strategy):
+            return super().make_test_function(force)
+        if self.test_function is None or force:
+            self.test_function = replicas.test_function(self)
 
     def _report_non_finite(self):
         if self._non_finite is not None and self.non_finite_examples:

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from dp_keras_opt import clipping, noise
+from dp_keras_opt import clipping, noise, replicas
 from dp_keras_opt.clipping import Batch, per_example
 from dp_keras_opt.data import Rows
 from dp_keras_opt.losses import per_example_losses, update_metrics
@@ -27,6 +27,20 @@ class PrivateStep:
         Raises:
             RuntimeError: it was not called by `fit` or `train_on_batch`, which keep the ledger.
         """
+        batch, plan = self._taken(data)
+        self.optimizer.prepare(self.trainable_variables)
+        queries = self.optimizer.queries()
+        self._update_from(queries, self._sums(batch, queries, plan))
+        return self.get_metrics_result()
+
+    def _clipped_sums_of(self, data):
+        """What one replica does: (clipped sums of its rows, its logs). `replicas` adds them up."""
+        batch, plan = self._taken(data)
+        sums = self._sums(batch, self.optimizer.queries(), plan)
+        return sums, self.get_metrics_result()
+
+    def _taken(self, data):
+        """(the `Batch`, the engines for it), once it may be used."""
         if not self._stepping:
             raise RuntimeError(
                 "train_step was called past the privacy ledger: its steps would be counted "
@@ -34,16 +48,17 @@ class PrivateStep:
             )
         batch = _as_batch(data)
         plan = self._plan(batch)
-        optimizer, variables = self.optimizer, self.trainable_variables
-        if optimizer.needs_public and batch.public is None:
+        if self.optimizer.needs_public and batch.public is None:
             raise ValueError(
-                f"{type(optimizer).__name__} needs public rows in every batch, as it is configured "
-                "here. Add them: dp_keras_opt.data.with_public(batches, public)."
+                f"{type(self.optimizer).__name__} needs public rows in every batch, as it is "
+                "configured here. Add them: dp_keras_opt.data.with_public(batches, public)."
             )
-        optimizer.serve(variables)
-        optimizer.prepare(variables)
-        queries = optimizer.queries()
-        sums = self._sums(batch, queries, plan)
+        self.optimizer.serve(self.trainable_variables)
+        return batch, plan
+
+    def _update_from(self, queries, sums):
+        """The second part of a step: noise, and the optimizer's update, from the clipped sums."""
+        optimizer = self.optimizer
         released = noise.release(
             optimizer.releases,
             queries,
@@ -57,18 +72,17 @@ class PrivateStep:
         # The step counter then proves that a batch was used: a graph would advance it without one.
         with tf.control_dependencies(tf.nest.flatten(sums)):
             optimizer.update(released)
-        return self.get_metrics_result()
 
     def _prepare(self, iterator):
         """Checks the engines and builds the optimizer before the step is traced.
 
         Variables that are made while it is traced have it traced a second time.
         """
-        specs = getattr(iterator, "element_spec", None)
+        specs = replicas.element_spec(iterator)
         if not self._plans and specs is not None:
-            specs = _map(lambda spec: spec if hasattr(spec, "dtype") else None, specs)
             self._plan(_as_batch(specs, convert=lambda spec: spec))
-            self.optimizer.serve(self.trainable_variables)
+            with self.distribute_strategy.scope():
+                self.optimizer.serve(self.trainable_variables)
 
     def _plan(self, batch):
         """The engines for batches of this form, checked once, before the first step."""
@@ -79,16 +93,18 @@ class PrivateStep:
             layers = tuple(layer.trainable for layer in self._flatten_layers())
             return tuple(id(v) for v in self.trainable_variables), layers, shapes
 
+        def check():
+            plan = clipping.checked_plan(self, batch)
+            clipping.clip_groups(self, self.optimizer.query())  # names layers that exist
+            loops = any(per_example.has_loops(layer) for layer in plan.general)
+            self._plans[form()] = plan._replace(sequential=bool(self.jit_compile and loops))
+            if self._non_finite is None:
+                count = replicas.count_variable(self.distribute_strategy)
+                object.__setattr__(self, "_non_finite", count)
+
         if form() not in self._plans:
-            with tf.init_scope():
-                plan = clipping.checked_plan(self, batch)
-                clipping.clip_groups(self, self.optimizer.query())  # names layers that exist
-                loops = any(per_example.has_loops(layer) for layer in plan.general)
-                plan = plan._replace(sequential=bool(self.jit_compile and loops))
-                self._plans[form()] = plan  # the check has built the model
-                if self._non_finite is None:
-                    object.__setattr__(self, "_non_finite", tf.Variable(0, dtype=tf.int64))
-        return self._plans[form()]
+            replicas.without_strategy(check)
+        return self._plans[form()]  # another form than before, where the check built the model
 
     def _sums(self, batch, queries, plan):
         """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
@@ -120,7 +136,7 @@ class PrivateStep:
     def test_step(self, data):
         """Keras's evaluation, with rows of padding counted in nothing."""
         batch = _as_batch(data)
-        if batch.mask is None:
+        if batch.mask is None and not replicas.is_used(self.distribute_strategy):
             return super().test_step(data)
         y_pred = self(batch.x, training=False)
         losses = self.per_example_losses(batch.y, y_pred, batch.sample_weight)
@@ -166,9 +182,11 @@ class PrivateStep:
         """How many examples contributed zero because their gradient was NaN or infinite.
 
         This count depends on the data without noise: it is for the owner of the data, and is in no
-        log or saved file.
+        log or saved file. With several workers, each counts its own examples.
         """
-        return 0 if self._non_finite is None else int(self._non_finite.numpy())
+        if self._non_finite is None:
+            return 0
+        return replicas.local_sum(self.distribute_strategy, self._non_finite)
 
 
 def _as_batch(data, convert=tf.convert_to_tensor):

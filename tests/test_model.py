@@ -560,30 +560,6 @@ def _run(code, **environment):
     )
 
 
-REPLICAS = """
-import numpy as np, tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import keras, dp_keras_opt as dp
-with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-    inputs = keras.Input((3,))
-    model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
-    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=8)
-    model.compile(optimizer, "mse")
-try:
-    model.fit(np.ones((16, 3)), np.ones((16, 1)), verbose=0)
-except ValueError as error:
-    assert "several replicas" in str(error), error
-    assert model.ledger.steps == 0
-    print("refused")
-"""
-
-
-def test_several_replicas_are_refused():
-    result = _run(REPLICAS)
-    assert result.stdout.strip().endswith("refused"), result.stdout + result.stderr
-
-
 def test_another_backend_is_refused_at_import():
     # JAX need not be installed to be told: the name of the backend is what counts.
     result = _run("import keras; keras.backend.backend = lambda: 'jax'; import dp_keras_opt")

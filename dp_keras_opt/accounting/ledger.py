@@ -222,7 +222,7 @@ class Ledger:
         """Number of steps of all segments."""
         return sum(segment.steps for segment in self.segments)
 
-    def begin(self, releases, sampling, schedule=None, clip_norm=None, first_step=0):
+    def begin(self, releases, sampling, schedule=None, clip_norm=None, first_step=0, run=None):
         """Starts a new segment, to which the next steps belong.
 
         Args:
@@ -231,6 +231,7 @@ class Ledger:
             schedule: noise schedule, None for constant noise.
             clip_norm: C, for the statement.
             first_step: place of the next step in the schedule.
+            run: name of the segment, if several processes record the same one; default: fresh.
 
         Raises:
             ValueError: an argument is of the wrong type.
@@ -241,7 +242,7 @@ class Ledger:
                 "Use e.g. Sampling.poisson(num_examples, batch_size)."
             )
         segment = Segment(
-            run=secrets.token_hex(16),
+            run=run or secrets.token_hex(16),
             releases=tuple(releases),
             schedule=schedules.get(schedule),
             sampling=sampling,

@@ -7,6 +7,8 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt import replicas
+
 
 class NoiseSource:
     """A stream of random numbers that is never saved and never repeats.
@@ -24,8 +26,9 @@ class NoiseSource:
     dtype = tf.float32
 
     def __init__(self, seed=None):
+        self._seeded = seed is not None
         if seed is None:
-            state = np.frombuffer(secrets.token_bytes(24), dtype=np.int64)
+            state = _fresh_state()
         else:
             warnings.warn(
                 "A noise seed was given: whoever knows it can subtract the noise, so this run "
@@ -34,8 +37,17 @@ class NoiseSource:
             )
             state = np.random.SeedSequence(seed).generate_state(3, np.uint64).view(np.int64)
         self._memories = {}
-        with tf.init_scope():
-            self._generator = tf.random.Generator.from_state(state, alg="philox")
+
+        def generator():
+            return tf.random.Generator.from_state(state, alg="philox")
+
+        self._generator = replicas.without_strategy(generator)  # one for all replicas
+
+    def share(self, strategy):
+        """Has all workers of a strategy draw the same numbers, from a fresh state of the first."""
+        if not self._seeded and replicas.place(strategy)[1] > 1:
+            state = replicas.of_chief(_fresh_state().tobytes(), strategy)
+            self._generator.reset(np.frombuffer(state, np.int64))
 
     def remember(self, stream, slots, shapes):
         """Makes the memory of a stream of correlated noise: so many buffers of all variables.
@@ -43,11 +55,13 @@ class NoiseSource:
         The buffers are past noise, as secret as the generator, and like it saved nowhere.
         """
         size = sum(math.prod(shape) for shape in shapes)
-        with tf.init_scope():
-            self._memories[stream] = (
-                tf.Variable(0, dtype=tf.int64, trainable=False),
-                [tf.Variable(tf.zeros((size,), self.dtype), trainable=False) for _ in range(slots)],
-            )
+
+        def memory():
+            step = tf.Variable(0, dtype=tf.int64, trainable=False)
+            zeros = tf.zeros((size,), self.dtype)
+            return step, [tf.Variable(zeros, trainable=False) for _ in range(slots)]
+
+        self._memories[stream] = replicas.without_strategy(memory)
 
     def memory(self, stream):
         """(steps of the run so far, buffers) of a stream."""
@@ -121,6 +135,10 @@ class NoiseSource:
         positive = tf.equal(tf.bitwise.bitwise_and(bits, tf.constant(1, tf.uint64)), 1)
         exponential = tf.cast(-tf.math.log(uniform), tf.float32)
         return tf.where(positive, exponential, -exponential)
+
+
+def _fresh_state():
+    return np.frombuffer(secrets.token_bytes(24), dtype=np.int64)
 
 
 def numpy_generator(seed=None):

@@ -19,6 +19,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt import replicas
 from dp_keras_opt.noise.entropy import NoiseSource
 
 _REKEY = 2**38 - 2**32  # bytes: beyond 256 GB, the block counter of ChaCha20 would begin anew
@@ -52,6 +53,13 @@ class SecureNoiseSource(NoiseSource):
 
     def __reduce__(self):
         return SecureNoiseSource, ()
+
+    def share(self, strategy):
+        if replicas.place(strategy)[1] > 1:
+            raise ValueError(
+                "secure_noise=True is not for several workers: nothing here makes them draw the "
+                "same numbers. Train within one process, or without secure_noise."
+            )
 
     def random_bytes(self, count):
         """Bytes that are never given out twice; a fork of the process has a key of its own."""

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from dp_keras_opt import filters, noise
+from dp_keras_opt import filters, noise, replicas
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.entropy import NoiseSource
 from dp_keras_opt.noise.mechanism import Release
@@ -140,7 +140,7 @@ def _bool(name, value):
     return value
 
 
-class PrivateOptimizer:
+class PrivateOptimizer(replicas.UpdatesOnce):
     """Mixin over `keras.optimizers.Optimizer`: what is asked of the data, and what comes back.
 
     A subclass inherits from this first and from a Keras optimizer second. Most write only
@@ -438,9 +438,12 @@ class PrivateOptimizer:
         variables = [v for v in self._trainable_variables if v.regularizer is not None]
         if not variables:
             return gradients
+        values = [tf.convert_to_tensor(v) for v in variables]
         with tf.GradientTape() as tape:
-            penalty = tf.add_n([tf.reduce_sum(v.regularizer(v)) for v in variables])
-        extra = tape.gradient(penalty, [v.value for v in variables])
+            tape.watch(values)
+            pairs = zip(variables, values, strict=True)
+            penalty = tf.add_n([tf.reduce_sum(v.regularizer(value)) for v, value in pairs])
+        extra = tape.gradient(penalty, values)
         extra = {id(v): g for v, g in zip(variables, extra, strict=True) if g is not None}
         geometry = geometry or [1.0] * len(gradients)
         return [

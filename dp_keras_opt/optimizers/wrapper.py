@@ -1,7 +1,11 @@
 """Any other Keras optimizer made private, by post-processing."""
 
-import keras
+import contextlib
 
+import keras
+import tensorflow as tf
+
+from dp_keras_opt import replicas
 from dp_keras_opt.optimizers.private_optimizer import (
     _REFUSED,
     PRIVATE_ARGUMENTS,
@@ -89,7 +93,9 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
     def update(self, released):
         gradients = self._regularized(released[0].value)
         filtered = self._filtered(gradients, released[0].noise_std)
-        self.inner.apply(filtered, self._trainable_variables)
+        outside = tf.distribute.in_cross_replica_context()
+        with replicas.updating_once(self.inner) if outside else contextlib.nullcontext():
+            self.inner.apply(filtered, self._trainable_variables)
         self._iterations.assign_add(1)
 
     def finalize_variable_values(self, var_list):
