@@ -165,7 +165,8 @@ class Ledger:
             self._on_file = {segment.run: segment.steps for segment in self._closed}
 
     @classmethod
-    def _of_segments(cls, segments):
+    def of_segments(cls, segments):
+        """The ledger, in memory, of these segments, all of them closed."""
         ledger = cls()
         ledger._closed = list(segments)
         return ledger
@@ -178,7 +179,7 @@ class Ledger:
             ValueError: the file is not a ledger, or was altered.
             OSError: the file cannot be read.
         """
-        return cls._of_segments(_segments(read(path)[0]))
+        return cls.of_segments(_segments(read(path)[0]))
 
     @property
     def path(self):
@@ -403,7 +404,7 @@ class Ledger:
 
     def __getstate__(self):
         # A copy (copy, pickle) that trains on is another run than the original, and has no file.
-        return vars(Ledger._of_segments(self.segments))
+        return vars(Ledger.of_segments(self.segments))
 
     def to_json(self):
         """The ledger as text."""
@@ -422,7 +423,7 @@ class Ledger:
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
             segments = [Segment.from_config(config) for config in content["segments"]]
-            return cls._of_segments(segments)
+            return cls.of_segments(segments)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"text is not a ledger of this version of dp_keras_opt: {error}. "

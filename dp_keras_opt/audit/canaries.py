@@ -143,7 +143,7 @@ class _Training:
         batches = self._batches(included)
         past = len(self.model.ledger.segments)
         self.model.fit(batches, epochs=self.epochs, callbacks=[look], verbose=0)
-        self.ledger = Ledger(self.model.ledger.segments[past:])  # what one run claims
+        self.ledger = Ledger.of_segments(self.model.ledger.segments[past:])  # what one run claims
         estimates = [np.stack(part) for part in zip(*seen, strict=True)]
         return np.stack(
             [before - self._losses() if s == "loss" else s(*estimates) for s in self.scores]

@@ -127,8 +127,9 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         return [ops.convert_to_tensor(v) for v in self._second_moments]
 
     def _geometry(self, adaptive):
+        """In float32, like the gradients, whatever the variables are."""
         return [
-            ops.where(adaptive, 1.0 / (ops.sqrt(v) + self.epsilon), 1.0)
+            ops.where(adaptive, 1.0 / (ops.sqrt(ops.cast(v, "float32")) + self.epsilon), 1.0)
             for v in self._second_moments
         ]
 
@@ -208,7 +209,8 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         geometry = self._geometry(self._phase[0])
         for variable, s in zip(variables, geometry, strict=True):
             if self._use_weight_decay(variable):
-                self.assign_sub(variable, decay * s * ops.convert_to_tensor(variable))
+                value = ops.convert_to_tensor(variable)
+                self.assign_sub(variable, ops.cast(decay * s, value.dtype) * value)
 
     def _rate(self, learning_rate):
         """The learning rate of the phase."""
