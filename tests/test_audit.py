@@ -377,7 +377,7 @@ def test_an_honest_optimizer_passes(name):
     report = audit_all.run(name, canaries=4000, seed=0)
     assert report.passed, report
     if name == "DPSGD":
-        assert report.lower_bound > report.epsilon / 3  # nor is the audit blind
+        assert report.lower_bound > report.epsilon / 4  # nor is the audit blind
 
 
 @pytest.mark.parametrize("name", ["DPSGD", "DPAdam"])
@@ -391,4 +391,4 @@ def test_missing_clipping_is_caught_in_one_run(name):
 @pytest.mark.parametrize("fault", ["half the noise", "one step without noise"])
 def test_missing_noise_is_caught_in_many_runs(fault):
     with audit_all.SABOTAGE[fault]():
-        assert not audit_all.run("DPSGD", runs=150, seed=0, confidence=0.95).passed
+        assert not audit_all.run("DPSGD", runs=300, seed=0, confidence=0.95).passed
