@@ -297,7 +297,7 @@ def check_data(strategy, task):
     counts = np.stack([np.frombuffer(each, np.uint8).reshape(2, 60) for each in workers])
     np.testing.assert_array_equal(np.sum(counts > 0, axis=0), 1)  # missing one: 5 in 10^11
     np.testing.assert_array_equal(np.sum(counts[:, 1], axis=0), 1)
-    assert abs(counts[:, 0].sum() - 1200) < 6.2 * (60 * 40 / 4) ** 0.5  # binomial; 6 in 10^10
+    assert abs(int(counts[:, 0].sum()) - 1200) < 6.2 * (60 * 40 / 4) ** 0.5  # binomial; 6 in 10^10
 
 
 def check_steps(strategy):
