@@ -554,13 +554,6 @@ def test_refuses_turns_that_are_none(make, message):
         make(data)
 
 
-def test_refuses_data_that_begin_anew_in_mid_epoch():
-    data = tf.data.Dataset.from_tensors((np.zeros((8, 4)), np.zeros((8, 3)))).repeat(2)
-    with pytest.raises(ValueError, match="begins anew after 2 batches"):
-        dp.data.assume_sampling(data, Sampling.fixed_order(ROWS, 8))
-    dp.data.assume_sampling(data.repeat(3), Sampling.fixed_order(ROWS, 8))
-
-
 @pytest.mark.parametrize(
     "mechanism",
     [BandedMatrix(30, 6), SquareRootFactorization(30, 6), TreeAggregation(30),

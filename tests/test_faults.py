@@ -235,3 +235,20 @@ def test_checkpoints_of_tensorflow_carry_the_ledger(model, tmp_path):
     other.ledger = Ledger(tmp_path / "other.jsonl")
     tf.train.Checkpoint(model=other).restore(saved)
     assert other.ledger.steps == on_file(other) == 6
+
+
+def test_loading_runs_no_code_from_the_file(tmp_path):
+    inputs = keras.Input((4,))
+    outputs = keras.layers.Dense(2)(keras.layers.Lambda(lambda x: 2 * x)(inputs))
+    model = dp.DPModel(inputs, outputs)
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(Exception, match="safe_mode|unsafe"):
+        keras.models.load_model(tmp_path / "model.keras")
+
+
+def test_no_file_of_the_library_is_a_pickle(tmp_path):
+    """An array of objects in the place of a saved run would run code when it is read."""
+    path = tmp_path / "run.secret.npz"
+    np.savez(path, header=np.array(["a", {"b": 1}], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        dp.noise.resume.read(path)

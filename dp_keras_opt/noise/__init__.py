@@ -10,8 +10,9 @@ from dp_keras_opt.noise.correlated import (
     prefix_sum_rmse,
 )
 from dp_keras_opt.noise.gaussian import Gaussian
+from dp_keras_opt.noise.identifiers import get
 from dp_keras_opt.noise.laplace import Laplace
-from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release, get
+from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release
 from dp_keras_opt.noise.release import Released, release
 
 __all__ = [

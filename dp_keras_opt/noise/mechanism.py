@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import math
 
-import keras
 import numpy as np
 
 
@@ -137,27 +136,3 @@ class Release:
     def is_public(self):
         """Whether this comes from what was declared public, and so costs nothing."""
         return self.statistic.startswith("public_")
-
-
-def get(identifier):
-    """Resolves a mechanism as Keras resolves strings, configurations and objects.
-
-    Args:
-        identifier: a `Mechanism`, the name of one ("gaussian"), or a serialised one.
-
-    Raises:
-        ValueError: nothing is known by that name.
-    """
-    if isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
-    if isinstance(identifier, str):
-        known = {cls.__name__.lower(): cls for cls in Mechanism.__subclasses__()}
-        if identifier.lower() not in known:
-            raise ValueError(f"noise={identifier!r} is not known; use one of {sorted(known)}.")
-        identifier = known[identifier.lower()]()
-    if not isinstance(identifier, Mechanism):
-        raise ValueError(
-            "noise must be a name such as 'gaussian' or a dp_keras_opt.noise.Mechanism; "
-            f"received {identifier!r}."
-        )
-    return identifier
