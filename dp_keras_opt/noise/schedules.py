@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from dp_keras_opt import theory
-from dp_keras_opt.noise import mechanism as mechanisms
+from dp_keras_opt.noise import identifiers
 
 
 class NoiseSchedule(abc.ABC):
@@ -129,7 +129,7 @@ def allocate(weights, mechanism="gaussian"):
 
 
 def _budget_exponent(mechanism):
-    power = mechanisms.get(mechanism).budget_exponent
+    power = identifiers.get(mechanism).budget_exponent
     if power is None:
         raise ValueError(
             "A budget can be spent unevenly with noise that is independent from step to step: "
