@@ -138,6 +138,12 @@ def _check_tuple(data):
 
 
 def integer(name, value, at_most=None):
+    """`value` as an int from 1 to `at_most`, or an error that names the argument.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
     if value < 1 or (at_most is not None and value > at_most):

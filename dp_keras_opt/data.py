@@ -361,10 +361,7 @@ def assume_sampling(data, sampling):
             f"have {size}{f' for each of {workers} workers' if workers > 1 else ''}. Make them "
             "agree."
         )
-    try:
-        steps = data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
-    except (TypeError, NotImplementedError):  # infinite, unknown or a generator
-        steps = None
+    steps = number_of_batches(data)
     return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
 
 
@@ -491,6 +488,14 @@ def _check_same_data(examples):
             "The workers were given different data, or the same in another order, so that an "
             "example could come to two of them. Load the same arrays on all workers."
         )
+
+
+def number_of_batches(data):
+    """How many batches an iteration over `data` has, None where that is not known."""
+    try:
+        return data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
+    except (TypeError, NotImplementedError):  # infinite, unknown or a generator
+        return None
 
 
 def _fixed_batch_size(data):

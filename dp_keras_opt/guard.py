@@ -215,7 +215,7 @@ class Guard:
                 "There is no run to save: only correlated noise, once training has begun, has a "
                 "past that the next steps need. Save the model."
             )
-        if segment.steps % segment.sampling.period:
+        if segment.breaks_off:
             raise ValueError(
                 f"The run broke off after {segment.steps} steps, which are no whole rounds of "
                 f"{segment.sampling.period}: its batches cannot go on as accounted."

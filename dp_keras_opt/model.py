@@ -3,9 +3,6 @@
 import functools
 import inspect
 import math
-import os
-import pathlib
-import secrets
 import warnings
 
 import keras
@@ -15,7 +12,7 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 
-from dp_keras_opt import clipping, data, replicas
+from dp_keras_opt import clipping, data, files, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.data import Batches
 from dp_keras_opt.guard import Guard
@@ -301,7 +298,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         if kwargs.get("zipped") is False:  # a folder
             save(filepath, overwrite=overwrite)
         else:
-            _atomically(save, filepath, overwrite)
+            files.replaced(save, filepath, overwrite)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Saves the weights, with what they have spent; as `keras.Model.save_weights`."""
@@ -309,7 +306,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         if kwargs.get("max_shard_size") is not None:  # several files
             save(filepath, overwrite=overwrite)
         else:
-            _atomically(save, filepath, overwrite)
+            files.replaced(save, filepath, overwrite)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -395,21 +392,6 @@ def _counterpart(model):
     return PrivateWrapper(model, name=model.name)
 
 
-def _atomically(save, filepath, overwrite):
-    """Saves beside the file and renames, where Keras would truncate the file and write."""
-    path = pathlib.Path(filepath)
-    one_file = path.name.endswith((".keras", ".weights.h5")) and "://" not in str(filepath)
-    if not one_file or path.is_dir() or (path.exists() and not overwrite):  # where Keras asks
-        save(filepath, overwrite=overwrite)
-        return
-    beside = path.with_name(f"{secrets.token_hex(4)}-{path.name}")
-    try:
-        save(beside, overwrite=True)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def _sampling_of_arrays(call, optimizer):
     """The sampling of arrays given to `fit`: epochs over a shuffled data set."""
     leaves = tree.flatten(call["x"])
@@ -450,11 +432,8 @@ def _check_steps(batches, steps_per_epoch):
             f"{sampling.kind!r} sampling is accounted in whole passes over the data, here of "
             f"{whole} steps; received steps_per_epoch={steps_per_epoch}. Leave it out."
         )
-    try:
-        length = len(batches.dataset)
-    except (TypeError, NotImplementedError):  # infinite, unknown or a generator
-        return
-    if length % sampling.period:
+    length = data.number_of_batches(batches.dataset)
+    if length is not None and length % sampling.period:
         raise ValueError(
             f"A pass over the data has {length} batches, but {sampling.kind!r} sampling states "
             f"that an example comes once in {sampling.period}: it would come more often than is "

@@ -18,7 +18,7 @@ from dp_keras_opt.accounting import Sampling
 from dp_keras_opt.accounting.sampling import ADJACENCIES
 from dp_keras_opt.data import Rows
 
-N, BATCH, STEPS = 48, 8, 6  # STEPS in an epoch
+N, BATCH = 48, 8
 REFUSALS = (ValueError, TypeError, dp.PrivacyBudgetError)
 _NO_RULES = ("GaLore", "PrivateOptimizer", "get", "moments")
 _SIGMA = 1.3

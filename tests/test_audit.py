@@ -158,6 +158,23 @@ def small_model(optimizer, features=3, seed=None, **compiled):
     return model
 
 
+def sgd_model():
+    return small_model(
+        dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=10, seed=0)
+    )
+
+
+def recorded(steps):
+    """What is given to the function of batches, once it was called, and that function."""
+    seen = []
+
+    def batches(data):
+        seen.append(data)
+        return dp.data.poisson_batches(data, 10, steps, seed=0)
+
+    return seen, batches
+
+
 def examples(rows, seed=0, features=3):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(rows, features)), 3 * rng.normal(size=(rows, 1))
@@ -225,18 +242,8 @@ def test_the_area_under_the_curve():
 
 
 def test_canaries_that_are_left_out_count_for_nothing():
-    seen = []
-
-    def batches(data):
-        seen.append(data)
-        return dp.data.poisson_batches(data, 10, 2, seed=0)
-
-    def make_model():
-        return small_model(
-            dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=10, seed=0)
-        )
-
-    audit.canary_audit(make_model, examples(40), 16, delta=1e-4, batches=batches, seed=3)
+    seen, batches = recorded(2)
+    audit.canary_audit(sgd_model, examples(40), 16, delta=1e-4, batches=batches, seed=3)
     x, y, weight = seen[0]
     assert len(x) == len(y) == len(weight) == 40
     assert (weight[:24] == 1).all() and set(weight[24:]) == {0, 1}
@@ -248,20 +255,10 @@ def test_canaries_that_are_left_out_count_for_nothing():
 
 
 def test_replacements_stand_where_canaries_are_left_out():
-    seen = []
-
-    def batches(data):
-        seen.append(data)
-        return dp.data.poisson_batches(data, 10, 1, seed=0)
-
-    def make_model():
-        return small_model(
-            dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=10, seed=0)
-        )
-
+    seen, batches = recorded(1)
     mine, others = examples(8, seed=1), examples(8, seed=2)
     audit.canary_audit(
-        make_model, examples(20), mine, delta=1e-4, batches=batches, replacements=others, seed=0
+        sgd_model, examples(20), mine, delta=1e-4, batches=batches, replacements=others, seed=0
     )
     x, y, weight = seen[0]
     assert (weight == 1).all()

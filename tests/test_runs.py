@@ -9,8 +9,9 @@ import pytest
 
 import dp_keras_opt as dp
 from dp_keras_opt.accounting import Sampling
-from dp_keras_opt.noise import BandedMatrix, SquareRootFactorization, TreeAggregation, strategies
+from dp_keras_opt.noise import BandedMatrix, SquareRootFactorization, TreeAggregation
 from dp_keras_opt.optimizers import DPSGD
+from tests.test_correlated import inverse
 
 ROWS, BATCH = 24, 8  # three steps an epoch
 WIDE = 3000
@@ -67,19 +68,8 @@ def test_a_resumed_run_is_one_mechanism(mechanism, tmp_path):
 
     y = np.concatenate([first, second])
     actual = y @ y.T / WIDE
-    if isinstance(mechanism, TreeAggregation):
-        prefixes = np.zeros((13, 12))
-        for t in range(1, 13):
-            rest, end = t, 0
-            while rest:
-                size = 2 ** (rest.bit_length() - 1)
-                end, rest = end + size, rest - size
-                prefixes[t, end - 1] = 1
-        inverse = np.diff(prefixes, axis=0)
-    else:
-        column = strategies.inverse_coefficients(mechanism._rows, 12)
-        inverse = np.array([[column[t - j] if t >= j else 0 for j in range(12)] for t in range(12)])
-    expected = inverse @ inverse.T
+    mixing = inverse(mechanism)
+    expected = mixing @ mixing.T
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
     assert np.abs((actual - expected) / scale).max() < 0.13
     assert np.abs(expected[6:, :6] / scale[6:, :6]).max() > 0.26  # two independent runs would fail

@@ -14,6 +14,7 @@ from scipy import stats
 import dp_keras_opt as dp
 from dp_keras_opt import noise
 from dp_keras_opt.noise import secure
+from dp_keras_opt.noise.release import _noisy
 from dp_keras_opt.noise.secure import SecureNoiseSource
 from dp_keras_opt.optimizers import DPSGD, DPAdam
 
@@ -109,7 +110,7 @@ def test_the_noise_that_is_released_has_the_scale_that_is_accounted(mechanism, s
 def test_it_is_added_before_rounding():
     """Of a value and noise, float32 holds the rounded sum, not a sum of rounded numbers."""
     values, draws = [tf.constant([1 / 3], tf.float32)], [tf.constant([1e-9 / 3], tf.float64)]
-    (noisy,) = noise.release.__globals__["_noisy"](values, 3e8, draws, 7.0)
+    (noisy,) = _noisy(values, 3e8, draws, 7.0)
     expected = (np.float64(np.float32(1 / 3)) + 3e8 * (1e-9 / 3)) / 7.0
     assert noisy.numpy()[0] == np.float32(expected)
 

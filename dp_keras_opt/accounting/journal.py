@@ -14,6 +14,8 @@ import os
 import pathlib
 import weakref
 
+from dp_keras_opt import files
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -45,7 +47,7 @@ class Journal:
             self._lock()
             self.runs, self._size = read(self.path)
             os.ftruncate(self._file, self._size)  # a last line that was torn: it never counted
-            _sync_directory(self.path.parent)
+            files.sync_directory(self.path.parent)
         except BaseException:
             os.close(self._file)
             raise
@@ -122,12 +124,3 @@ def read(path):
                 "was altered. What was spent is not known; restore the file from a copy."
             ) from error
     return runs, len(whole)
-
-
-def _sync_directory(path):
-    """Makes a new file survive a crash of the machine."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

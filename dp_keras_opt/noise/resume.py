@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dp_keras_opt import files
+
 SUFFIX = ".secret.npz"
 _WARNING = "SECRET: past noise. With a released gradient it gives the raw sum. Never publish it."
 
@@ -73,11 +75,7 @@ def delete(path):
     """Removes the file, for good: another process cannot resume from it as well."""
     path = _checked(path)
     path.unlink()
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # or a crash of the machine could bring the file back
-    finally:
-        os.close(directory)
+    files.sync_directory(path.parent)  # or a crash of the machine could bring the file back
 
 
 def _checked(path):

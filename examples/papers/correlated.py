@@ -377,15 +377,10 @@ def write(results, size, folder):
 
 
 def main():
-    parser = report.parser(__doc__, "correlated")
-    parser.add_argument("--full", action="store_true", help="ten times the steps; half a day")
-    parser.add_argument("--data", help="a text file")
-    parser.add_argument("--seeds", type=int, help="initial weights to judge a method by")
-    options = parser.parse_args()
-    size = QUICK if options.quick else FULL if options.full else Size()
-    size = dataclasses.replace(size, seeds=options.seeds or size.seeds)
+    options, size = language_model.arguments(
+        __doc__, "correlated", QUICK, Size(), FULL, "half a day"
+    )
     parts = shortened(language_model.sequences(language_model.prose(options.data)), size)
-    options.output.mkdir(parents=True, exist_ok=True)
     path = language_model.runs_file(options.output, parts, size)
     results = language_model.experiment(size.pairs, parts, size, options.seed, path, RANGES, train)
     write(results, size, options.output)

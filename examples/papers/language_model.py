@@ -273,16 +273,21 @@ def plot(results, validation, size, path):
     plt.close(figure)
 
 
-def main():
-    parser = report.parser(__doc__, "language_model")
-    parser.add_argument("--full", action="store_true", help="ten times the steps; hours")
+def arguments(module_doc, name, quick, default, full, hours):
+    """(options of the command line, the `Size` that they ask for); makes the output folder."""
+    parser = report.parser(module_doc, name)
+    parser.add_argument("--full", action="store_true", help=f"ten times the steps; {hours}")
     parser.add_argument("--data", help="a text file")
     parser.add_argument("--seeds", type=int, help="initial weights to judge a method by")
     options = parser.parse_args()
-    size = QUICK if options.quick else FULL if options.full else Size()
-    size = dataclasses.replace(size, seeds=options.seeds or size.seeds)
-    parts = sequences(prose(options.data))
+    size = quick if options.quick else full if options.full else default
     options.output.mkdir(parents=True, exist_ok=True)
+    return options, dataclasses.replace(size, seeds=options.seeds or size.seeds)
+
+
+def main():
+    options, size = arguments(__doc__, "language_model", QUICK, Size(), FULL, "hours")
+    parts = sequences(prose(options.data))
     path = runs_file(options.output, parts, size)
     pairs = itertools.product(NOISES, METHODS)
     results = experiment(pairs, parts, size, options.seed, path)
