@@ -50,7 +50,7 @@ def epsilon_of(segments, delta, accountant="rdp", exact=False):
     """Epsilon of the composition of `segments` at `delta`.
 
     Args:
-        segments: iterable of `ledger.Segment`; they may differ in noise and sampling, but must
+        segments: iterable of `segment.Segment`; they may differ in noise and sampling, but must
             share one adjacency and one privacy unit.
         delta: probability that the guarantee fails, in (0, 1); should be well below 1/n. 0 where
             all noise is Laplace noise.
@@ -127,9 +127,10 @@ def compose(segments, delta, accountant="rdp", max_distinct=MAX_DISTINCT, optimi
             try:
                 accountants[key].compose(segment.event(max_distinct, optimistic))
             except dp_accounting.UnsupportedEventError as error:
+                what = "a private selection of" if segment.selection else "this noise with"
                 raise ValueError(
-                    f"accountant={name!r} cannot price this noise with "
-                    f"{segment.sampling.kind!r} sampling: {error}"
+                    f"accountant={name!r} cannot price {what} {segment.sampling.kind!r} sampling: "
+                    f"{error}"
                 ) from error
     # Subsets of fixed size need an accountant of their own in dp_accounting: beside another
     # sampling, the two guarantees are added, each at its share of delta. Pure ones need none.

@@ -15,8 +15,9 @@ from dp_keras_opt.accounting.accountant import (
     quiet,
 )
 from dp_keras_opt.accounting.events import MAX_DISTINCT
-from dp_keras_opt.accounting.ledger import Segment, check_sampling
+from dp_keras_opt.accounting.ledger import check_sampling
 from dp_keras_opt.accounting.sampling import whole_number
+from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.noise import schedules
 
 _LEAST, _MOST = 2.0**-10, 2.0**20  # noise multipliers outside are not searched
@@ -24,7 +25,9 @@ _TOLERANCE = 3e-5  # relative
 _ROUGHLY = 16  # distinct schedule factors in the first, quick search
 
 
-def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
+def calibrate(
+    optimizer, sampling, steps, epsilon, delta, accountant="rdp", *, runs=1, selection=None
+):
     """Finds the smallest noise multiplier that meets the budget, and sets it.
 
     Args:
@@ -35,6 +38,9 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         epsilon: the budget at `delta`, positive and finite.
         delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
         accountant: "rdp", "pld" or "pure".
+        runs: how many such trainings on the same data the budget is for, all of them published.
+        selection: None, or the `RandomRepetitions` of such trainings of which the best is
+            published.
 
     Returns:
         The noise multiplier, a float. Guaranteed: `epsilon(optimizer, ...)` with these arguments
@@ -45,6 +51,7 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
             batch size; the budget cannot be met.
     """
     steps = whole_number(steps, "steps", 1, "Give the number of training steps.")
+    runs = whole_number(runs, "runs", 1, "Give the number of trainings.")
     if (
         isinstance(epsilon, bool)
         or not isinstance(epsilon, numbers.Real)
@@ -65,22 +72,26 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
 
     def segment(multiplier):
         releases = optimizer.releases_for(multiplier)
-        return Segment("planned", releases, schedule, sampling, steps=steps)
+        return Segment("planned", releases, schedule, sampling, steps=steps, selection=selection)
+
+    def spent(multiplier):
+        return compose([segment(multiplier)] * runs, delta, accountant)
 
     check_delta(delta, [segment(1.0)], accountant)
     accountant = name_for(accountant, segment(1.0))
 
     def search(accountant, max_distinct, start, factor):
         def event(log_multiplier):
-            return segment(math.exp(log_multiplier)).event(max_distinct)
+            once = segment(math.exp(log_multiplier)).event(max_distinct)
+            return dp_accounting.SelfComposedDpEvent(once, runs)
 
         def fresh():
             return make_accountant(accountant, sampling)
 
         @functools.cache
         def meets(multiplier):
-            spent = fresh().compose(event(math.log(multiplier))).get_epsilon(delta)
-            return spent <= epsilon
+            composed = fresh().compose(event(math.log(multiplier)))
+            return composed.get_epsilon(delta) <= epsilon
 
         low, high = _bracket(meets, epsilon, start, factor)
         found = dp_accounting.calibrate_dp_mechanism(
@@ -97,8 +108,7 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         """From a rough answer, in few evaluations: many distinct factors are slow to price."""
 
         def excess(log_multiplier):
-            spent = compose([segment(math.exp(log_multiplier))], delta, accountant)
-            return math.log(spent / epsilon)
+            return math.log(spent(math.exp(log_multiplier)) / epsilon)
 
         start = math.log(rough)
         start_excess = excess(start)
@@ -117,7 +127,7 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
             multiplier = search(
                 accountant, MAX_DISTINCT, multiplier, 2.0 if rough == "pure" else 1.1
             )
-    while compose([segment(multiplier)], delta, accountant) > epsilon:
+    while spent(multiplier) > epsilon:
         multiplier *= 1 + _TOLERANCE
     optimizer.noise_multiplier = multiplier
     optimizer.calibrated_for = sampling

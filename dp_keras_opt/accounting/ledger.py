@@ -5,121 +5,16 @@ import json
 import math
 import secrets
 
-import keras
-import numpy as np
-
-from dp_keras_opt import noise
 from dp_keras_opt.accounting import accountant as accountants
-from dp_keras_opt.accounting.events import MAX_DISTINCT, segment_event, step_event
+from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
 from dp_keras_opt.accounting.sampling import Sampling, whole_number
+from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.noise import schedules
 
 _FORMAT = 1
 _MOST_STEPS = 2**40
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Consecutive steps that share their releases, noise schedule and sampling.
-
-    Attributes:
-        run: random hexadecimal name, by which copies of one history are recognised.
-        releases: tuple of `dp_keras_opt.noise.Release`, what each step publishes.
-        schedule: `NoiseSchedule`; step t of the segment has factor α_(first_step + t).
-        sampling: the `Sampling` of the batches.
-        clip_norm: C, for the statement only; None where there is not one.
-        first_step: place of the segment's first step in the schedule.
-        steps: number of steps.
-    """
-
-    run: str
-    releases: tuple
-    schedule: schedules.NoiseSchedule
-    sampling: Sampling
-    clip_norm: float | None = None
-    first_step: int = 0
-    steps: int = 0
-
-    def __post_init__(self):
-        whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
-        whole_number(self.steps, "steps", 0, "Give the number of steps.")
-
-    @property
-    def last_step(self):
-        """Where the segment ends in the schedule (exclusive)."""
-        return self.first_step + self.steps
-
-    @property
-    def breaks_off(self):
-        """Whether it ends within a period: the next pass over the data may start afresh."""
-        return self.steps % self.sampling.period > 0
-
-    @property
-    def is_pure(self):
-        """Whether its noise gives pure epsilons, which hold at delta = 0."""
-        return all(part.mechanism.is_pure for part in self.releases if not part.is_public)
-
-    @property
-    def is_rounded(self):
-        """Whether there are so many noise levels that `event` rounds them down."""
-        constant = isinstance(self.schedule, schedules.Constant)
-        return not constant and len(np.unique(self._alphas)) > MAX_DISTINCT
-
-    @property
-    def _alphas(self):
-        return self.schedule.alphas(self.first_step, self.steps)
-
-    def event(self, max_distinct=MAX_DISTINCT, optimistic=False):
-        """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
-        alphas = 1.0 if isinstance(self.schedule, schedules.Constant) else self._alphas
-        return segment_event(
-            self.releases, self.sampling, alphas, self.steps, max_distinct, optimistic
-        )
-
-    def to_config(self):
-        """The segment as JSON-able values."""
-        return {
-            "run": self.run,
-            "releases": [
-                {
-                    "query": release.query,
-                    "statistic": release.statistic,
-                    "multiplier": float(release.multiplier),
-                    "mechanism": keras.saving.serialize_keras_object(release.mechanism),
-                    "joint": release.joint and dataclasses.asdict(release.joint),
-                }
-                for release in self.releases
-            ],
-            "schedule": keras.saving.serialize_keras_object(self.schedule),
-            "sampling": self.sampling.get_config(),
-            "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
-            "first_step": self.first_step,
-            "steps": self.steps,
-        }
-
-    @classmethod
-    def from_config(cls, config):
-        """The segment that `to_config` described."""
-        releases = tuple(
-            noise.Release(
-                **{
-                    **release,
-                    "mechanism": noise.get(release["mechanism"]),
-                    "joint": release["joint"] and noise.JointMoments(**release["joint"]),
-                }
-            )
-            for release in config["releases"]
-        )
-        return cls(
-            **{
-                **config,
-                "releases": releases,
-                "schedule": schedules.get(config["schedule"]),
-                "sampling": Sampling.from_config(config["sampling"]),
-            }
-        )
 
 
 class Ledger:
@@ -223,7 +118,16 @@ class Ledger:
         """Number of steps of all segments."""
         return sum(segment.steps for segment in self.segments)
 
-    def begin(self, releases, sampling, schedule=None, clip_norm=None, first_step=0, run=None):
+    def begin(
+        self,
+        releases,
+        sampling,
+        schedule=None,
+        clip_norm=None,
+        first_step=0,
+        run=None,
+        selection=None,
+    ):
         """Starts a new segment, to which the next steps belong.
 
         Args:
@@ -233,6 +137,7 @@ class Ledger:
             clip_norm: C, for the statement.
             first_step: place of the next step in the schedule.
             run: name of the segment, if several processes record the same one; default: fresh.
+            selection: None, or the `RandomRepetitions` of which this run was the best.
 
         Raises:
             ValueError: an argument is of the wrong type.
@@ -249,6 +154,7 @@ class Ledger:
             sampling=sampling,
             clip_norm=clip_norm,
             first_step=first_step,
+            selection=selection,
         )
         step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
         self.close()

@@ -111,10 +111,11 @@ def _training(segment, place, segments):
     if alphas.min() != alphas.max():
         noises += f" times schedule factors from {alphas.min():.4g} to {alphas.max():.4g}"
     clipping = "" if segment.clip_norm is None else f", clip norm C = {segment.clip_norm:.6g}"
+    selection = f" {segment.selection.describe()}" if segment.selection else ""
     return (
         f"{title}: {segment.steps} steps, {noises}{clipping}, expected batch size "
         f"B = {sampling.batch_size}, n = {sampling.num_examples} {sampling.unit}s. "
-        f"{sampling.describe()}"
+        f"{sampling.describe()}{selection}"
     )
 
 

@@ -1,0 +1,120 @@
+"""What one run released: consecutive steps alike, and the event that prices them."""
+
+import dataclasses
+
+import keras
+import numpy as np
+
+from dp_keras_opt import noise
+from dp_keras_opt.accounting.events import MAX_DISTINCT, segment_event
+from dp_keras_opt.accounting.repetitions import RandomRepetitions
+from dp_keras_opt.accounting.sampling import Sampling, whole_number
+from dp_keras_opt.noise import schedules
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive steps that share their releases, noise schedule and sampling.
+
+    Attributes:
+        run: random hexadecimal name, by which copies of one history are recognised.
+        releases: tuple of `dp_keras_opt.noise.Release`, what each step publishes.
+        schedule: `NoiseSchedule`; step t of the segment has factor α_(first_step + t).
+        sampling: the `Sampling` of the batches.
+        clip_norm: C, for the statement only; None where there is not one.
+        first_step: place of the segment's first step in the schedule.
+        steps: number of steps.
+        selection: None, or the `RandomRepetitions` of runs like this one of which it was the best.
+    """
+
+    run: str
+    releases: tuple
+    schedule: schedules.NoiseSchedule
+    sampling: Sampling
+    clip_norm: float | None = None
+    first_step: int = 0
+    steps: int = 0
+    selection: RandomRepetitions | None = None
+
+    def __post_init__(self):
+        whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
+        whole_number(self.steps, "steps", 0, "Give the number of steps.")
+
+    @property
+    def last_step(self):
+        """Where the segment ends in the schedule (exclusive)."""
+        return self.first_step + self.steps
+
+    @property
+    def breaks_off(self):
+        """Whether it ends within a period: the next pass over the data may start afresh."""
+        return self.steps % self.sampling.period > 0
+
+    @property
+    def is_pure(self):
+        """Whether its noise gives pure epsilons, which hold at delta = 0."""
+        return all(part.mechanism.is_pure for part in self.releases if not part.is_public)
+
+    @property
+    def is_rounded(self):
+        """Whether there are so many noise levels that `event` rounds them down."""
+        constant = isinstance(self.schedule, schedules.Constant)
+        return not constant and len(np.unique(self._alphas)) > MAX_DISTINCT
+
+    @property
+    def _alphas(self):
+        return self.schedule.alphas(self.first_step, self.steps)
+
+    def event(self, max_distinct=MAX_DISTINCT, optimistic=False):
+        """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
+        alphas = 1.0 if isinstance(self.schedule, schedules.Constant) else self._alphas
+        event = segment_event(
+            self.releases, self.sampling, alphas, self.steps, max_distinct, optimistic
+        )
+        return self.selection.event(event) if self.selection and self.steps else event
+
+    def to_config(self):
+        """The segment as JSON-able values."""
+        return {
+            "run": self.run,
+            "releases": [
+                {
+                    "query": release.query,
+                    "statistic": release.statistic,
+                    "multiplier": float(release.multiplier),
+                    "mechanism": keras.saving.serialize_keras_object(release.mechanism),
+                    "joint": release.joint and dataclasses.asdict(release.joint),
+                }
+                for release in self.releases
+            ],
+            "schedule": keras.saving.serialize_keras_object(self.schedule),
+            "sampling": self.sampling.get_config(),
+            "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
+            "first_step": self.first_step,
+            "steps": self.steps,
+            "selection": self.selection and dataclasses.asdict(self.selection),
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        """The segment that `to_config` described."""
+        releases = tuple(
+            noise.Release(
+                **{
+                    **release,
+                    "mechanism": noise.get(release["mechanism"]),
+                    "joint": release["joint"] and noise.JointMoments(**release["joint"]),
+                }
+            )
+            for release in config["releases"]
+        )
+        selection = config.get("selection")  # ledgers of before it have none
+        return cls(
+            **{
+                **config,
+                "releases": releases,
+                "selection": selection and RandomRepetitions(**selection),
+                "schedule": schedules.get(config["schedule"]),
+                "sampling": Sampling.from_config(config["sampling"]),
+            }
+        )
