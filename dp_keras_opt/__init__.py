@@ -21,6 +21,7 @@ from dp_keras_opt import (
     replicas,
     serving,
     theory,
+    tuning,
 )
 from dp_keras_opt.guard import PrivacyBudgetError
 from dp_keras_opt.model import DPModel, make_private
@@ -43,4 +44,5 @@ __all__ = [
     "replicas",
     "serving",
     "theory",
+    "tuning",
 ]

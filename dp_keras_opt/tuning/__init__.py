@@ -1,0 +1,7 @@
+"""Which optimizer, and with which hyper-parameters: comparisons and tuning at a budget."""
+
+from dp_keras_opt.tuning.candidates import CANDIDATES, Candidate, Plan, candidate
+from dp_keras_opt.tuning.comparison import Comparison, compare
+from dp_keras_opt.tuning.runs import Task
+
+__all__ = ["CANDIDATES", "Candidate", "Comparison", "Plan", "Task", "candidate", "compare"]

@@ -1,0 +1,188 @@
+"""Several optimizers on one task at equal budgets: which one loses least to the noise?"""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import statistics
+
+import keras
+
+from dp_keras_opt.tuning import runs
+from dp_keras_opt.tuning.candidates import CANDIDATES, Candidate
+
+_COLUMNS = ("task", "part", "candidate", "epsilon", "delta", "seed", "values", "score")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The results of `compare`.
+
+    Attributes:
+        rows: dicts with `candidate`, `epsilon`, `values` (the setting chosen), `scores` (one a
+            seed), `score` (their mean) and `standard_error` (of the mean; NaN with one seed), the
+            best first within each epsilon.
+        higher_is_better: whether larger scores are better.
+    """
+
+    rows: list
+    higher_is_better: bool
+
+    def markdown(self):
+        """A table with a row for each candidate and a column for each epsilon."""
+        epsilons = sorted({row["epsilon"] for row in self.rows})
+        cells = {(row["candidate"], row["epsilon"]): row for row in self.rows}
+        middle = epsilons[len(epsilons) // 2]
+        names = [row["candidate"] for row in self.rows if row["epsilon"] == middle]
+        lines = [["optimizer", *(f"ε = {epsilon:g}" for epsilon in epsilons)]]
+        lines += [["---"] * len(lines[0])]
+        lines += [[name, *(_cell(cells.get((name, e))) for e in epsilons)] for name in names]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+    def plot(self, axes=None):
+        """Draws the scores; see `plots.scores`. Needs the extra `plots`."""
+        from dp_keras_opt import plots
+
+        return plots.scores(self.rows, self.higher_is_better, axes)
+
+
+def compare(
+    task,
+    candidates=None,
+    epsilons=(1.0, 3.0, 8.0),
+    delta=1e-6,
+    *,
+    trials=5,
+    seeds=3,
+    search_at=None,
+    results=None,
+    name="task",
+    verbose=1,
+):
+    """Trains each candidate at each ε, with hyper-parameters found by a small random search.
+
+    For each candidate, `trials` settings are trained at one ε and the best by `task.validation` is
+    chosen; with it, models from `seeds` other initial weights are trained at every ε and scored by
+    `task.test`. Every candidate gets the same number of trials.
+
+    Guarantee: each model alone is private at its ε; *the comparison is not*. It publishes
+    scores of many models trained on the same data. Do it on public data of the same kind, and
+    take over what it shows; or `tune` within a budget.
+
+    Args:
+        task: a `Task` with a `test` part.
+        candidates: names of `CANDIDATES`, or `Candidate` objects; by default, all those that the
+            task has the data for.
+        epsilons: the budgets, each for one run.
+        delta: their δ.
+        trials: settings to try; 1 takes the middle of the space.
+        seeds: runs by which the chosen setting is judged, at least 1.
+        search_at: the ε at which settings are tried; the middle one by default.
+        results: None, or a CSV file that every run is written to as it ends. What is there
+            already is not run again, so that an interrupted comparison goes on.
+        name: of the task, in that file.
+        verbose: 0 or 1, whether a progress bar is shown.
+
+    Returns:
+        A `Comparison`.
+
+    Raises:
+        ValueError: a candidate is not known, needs public data that the task lacks, or the task has
+            no test data.
+    """
+    if task.test is None:
+        raise ValueError("compare judges by data that chose nothing: give the Task a `test` part.")
+    if seeds < 1 or trials < 1:
+        raise ValueError(f"trials={trials} and seeds={seeds} must be at least 1.")
+    candidates = _resolved(candidates, task)
+    epsilons = [float(epsilon) for epsilon in epsilons]
+    search_at = float(search_at or sorted(epsilons)[len(epsilons) // 2])
+    runner = _Runner(task, name, delta, results)
+    total = len(candidates) * ((trials if trials > 1 else 0) + seeds * len(epsilons))
+    bar = keras.utils.Progbar(total, unit_name="run") if verbose else None
+    rows = []
+    for each in candidates:
+        settings = each.draw(trials) if trials > 1 else [each.middle()]
+        chosen = settings[0]
+        if len(settings) > 1:
+            scores = [runner("validation", each, v, search_at, 0, bar) for v in settings]
+            chosen = settings[task.better(scores)]
+        for epsilon in epsilons:
+            scores = [runner("test", each, chosen, epsilon, s, bar) for s in range(1, seeds + 1)]
+            rows.append(_row(each.name, epsilon, chosen, scores))
+    sign = -1 if task.higher_is_better else 1
+    rows.sort(key=lambda row: (row["epsilon"], _last(sign * row["score"])))
+    return Comparison(rows, task.higher_is_better)
+
+
+class _Runner:
+    """Scores of runs, each from the file of results if it is there."""
+
+    def __init__(self, task, name, delta, path):
+        self.task, self.name, self.delta, self.path = task, name, delta, path
+        self.known, self.done = {}, 0
+        if path is not None and os.path.exists(path):
+            with open(path, newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    *key, score = (row[column] for column in _COLUMNS)
+                    self.known[tuple(key)] = float(score)
+
+    def __call__(self, part, candidate, values, epsilon, seed, bar):
+        setting = json.dumps(values)
+        key = (self.name, part, candidate.name, f"{epsilon:g}", f"{self.delta:g}", f"{seed}")
+        key = (*key, setting)
+        if key not in self.known:
+            model = runs.train(self.task, candidate, values, epsilon, self.delta, seed)
+            self.known[key] = runs.score(self.task, model, getattr(self.task, part))
+            self._write([*key, self.known[key]])
+        self.done += 1
+        if bar:
+            bar.update(self.done)
+        return self.known[key]
+
+    def _write(self, row):
+        if self.path is None:
+            return
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            if not file.tell():
+                writer.writerow(_COLUMNS)
+            writer.writerow(row)
+
+
+def _resolved(candidates, task):
+    """The `Candidate` objects meant."""
+    if candidates is None:
+        return [each for each in CANDIDATES.values() if task.public or not each.needs_public]
+    found = []
+    for each in candidates:
+        if not isinstance(each, Candidate):
+            if each not in CANDIDATES:
+                raise ValueError(f"There is no candidate {each!r}; use one of {list(CANDIDATES)}.")
+            each = CANDIDATES[each]
+        if each.needs_public and task.public is None:
+            raise ValueError(f"{each.name} needs public data: give the Task some as `public`.")
+        found.append(each)
+    return found
+
+
+def _row(name, epsilon, values, scores):
+    mean = statistics.fmean(scores)
+    error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+    return {
+        "candidate": name,
+        "epsilon": epsilon,
+        "values": values,
+        "scores": scores,
+        "score": mean,
+        "standard_error": error,
+    }
+
+
+def _last(number):
+    return math.inf if math.isnan(number) else number
+
+
+def _cell(row):
+    return "" if row is None else f"{row['score']:.4f} ± {row['standard_error']:.4f}"

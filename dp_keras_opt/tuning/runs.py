@@ -1,0 +1,141 @@
+"""One private training: a task, a candidate, its values, a budget."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from dp_keras_opt import accounting, data
+from dp_keras_opt.accounting.segment import Segment
+from dp_keras_opt.model import make_private
+from dp_keras_opt.tuning.candidates import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be learned: a model, data, and the score by which runs are compared.
+
+    Attributes:
+        build: function without arguments that returns a new Keras model, private or plain.
+        train: `(x, y)`, the private examples.
+        validation: `(x, y)`, by which settings are chosen. No ε covers these examples: they must
+            need no protection, or be protected otherwise.
+        loss: as for `compile`.
+        batch_size: expected number of examples in a batch.
+        steps: training steps of a run.
+        score: None for the loss; or a Keras metric, or its name.
+        higher_is_better: whether larger scores are better.
+        test: None, or `(x, y)`, by which the chosen setting is judged.
+        public: None, or `(x, y)` of data declared public, for optimizers that use them.
+        clip_norm: C for gradients as they are; those who clip in a geometry of their own choose
+            their own.
+        physical_batch_size: as for `data.poisson_batches`.
+        unit: what is protected, as for `accounting.Sampling`.
+    """
+
+    build: Callable
+    train: tuple
+    validation: tuple
+    loss: Any
+    batch_size: int
+    steps: int
+    score: Any = None
+    higher_is_better: bool = False
+    test: tuple | None = None
+    public: tuple | None = None
+    clip_norm: float = 1.0
+    physical_batch_size: int | None = None
+    unit: str = "example"
+
+    def better(self, scores):
+        """The place of the best of these scores; a NaN is never it, if there is another."""
+        signed = np.asarray(scores, np.float64) * (-1 if self.higher_is_better else 1)
+        return int(np.argmin(np.where(np.isnan(signed), np.inf, signed)))
+
+    def batches(self, candidate):
+        """Batches sampled as the candidate's noise needs it."""
+        common = {"physical_batch_size": self.physical_batch_size, "unit": self.unit}
+        size, steps = self.batch_size, self.steps_of(candidate)
+        if candidate.groups == 1:
+            return data.poisson_batches(self.train, size, steps, **common)
+        return data.cyclic_poisson(self.train, size, candidate.groups, steps, **common)
+
+    def steps_of(self, candidate):
+        """How many steps a run takes: whole rounds of the groups."""
+        return max(self.steps // candidate.groups, 1) * candidate.groups
+
+
+def optimizer_for(task, candidate, values, sampling, epsilon, delta, **budget):
+    """The optimizer of a candidate, with the noise that the budget asks for.
+
+    It is made twice, since clip norms can be in units of the noise.
+    """
+    steps = task.steps_of(candidate)
+    plan = Plan(steps, task.batch_size, task.clip_norm)
+    for _ in range(2):
+        optimizer = candidate.make(plan, **values)
+        _calibrate(optimizer, sampling, steps, epsilon, delta, **budget)
+        plan = dataclasses.replace(plan, noise_multiplier=optimizer.noise_multiplier)
+    return optimizer
+
+
+def _calibrate(optimizer, sampling, steps, epsilon, delta, **budget):
+    """As `accounting.calibrate`, but what was found once is looked up and only checked."""
+    releases, schedule = optimizer.releases_for(1.0), optimizer.noise_schedule
+    config = Segment("", releases, schedule, sampling).to_config()
+    key = json.dumps(config, sort_keys=True), steps, epsilon, delta, repr(budget)
+    if key not in _found:
+        _found[key] = accounting.calibrate(optimizer, sampling, steps, epsilon, delta, **budget)
+    optimizer.noise_multiplier = _found[key]
+    optimizer.calibrated_for = sampling
+
+
+_found = {}
+
+
+def train(task, candidate, values, epsilon, delta, seed=0, ledger=None, verbose=0, **budget):
+    """One run.
+
+    Args:
+        task: the `Task`.
+        candidate: the `Candidate`.
+        values: of its space.
+        epsilon, delta: the budget.
+        seed: of the initial weights; the noise and the batches stay unpredictable.
+        ledger: None, or the `accounting.Ledger` that the run is entered in.
+        verbose: as for `fit`.
+        **budget: `runs` or `selection` of `accounting.calibrate`.
+
+    Returns:
+        The trained `DPModel`.
+    """
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    batches = task.batches(candidate)
+    optimizer = optimizer_for(task, candidate, values, batches.sampling, epsilon, delta, **budget)
+    if optimizer.needs_public:
+        if task.public is None:
+            raise ValueError(f"{candidate.name} needs public data: give the Task some as `public`.")
+        batches = data.with_public(batches, task.public)
+    model = make_private(task.build())
+    if ledger is not None:
+        model.ledger = ledger
+    metric = task.score
+    if isinstance(metric, keras.metrics.Metric):  # a model keeps its state: each has its own
+        metric = type(metric).from_config(metric.get_config())
+    metrics = [] if metric is None else [metric]
+    model.compile(optimizer=optimizer, loss=task.loss, metrics=metrics)
+    model.fit(batches, verbose=verbose)
+    return model
+
+
+def score(task, model, part):
+    """The score of a model on `(x, y)`."""
+    x, y = part
+    result = model.evaluate(x, y, batch_size=1024, verbose=0, return_dict=True)
+    if task.score is None:
+        return float(result["loss"])
+    return float(next(value for name, value in result.items() if name != "loss"))
