@@ -3,5 +3,16 @@
 from dp_keras_opt.tuning.candidates import CANDIDATES, Candidate, Plan, candidate
 from dp_keras_opt.tuning.comparison import Comparison, compare
 from dp_keras_opt.tuning.runs import Task
+from dp_keras_opt.tuning.tuner import Tuned, tune
 
-__all__ = ["CANDIDATES", "Candidate", "Comparison", "Plan", "Task", "candidate", "compare"]
+__all__ = [
+    "CANDIDATES",
+    "Candidate",
+    "Comparison",
+    "Plan",
+    "Task",
+    "Tuned",
+    "candidate",
+    "compare",
+    "tune",
+]

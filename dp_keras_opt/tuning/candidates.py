@@ -62,6 +62,10 @@ class Candidate:
         points = qmc.Halton(len(self.space), rng=seed).random(trials)
         return [self._at(point) for point in points]
 
+    def sample(self, generator):
+        """A random setting, independent of any other."""
+        return self._at(generator.random(len(self.space)))
+
     def middle(self):
         """The setting in the middle of the space."""
         return self._at([0.5] * len(self.space))
@@ -253,3 +257,16 @@ CANDIDATES = {
         candidate("DPSGD, momentum, falling noise", "DPSGD", noise_schedule=_ending, **_MOMENTUM),
     )
 }
+
+
+def get(identifier):
+    """The `Candidate` of a name; one that is given comes back.
+
+    Raises:
+        ValueError: there is none by that name.
+    """
+    if isinstance(identifier, Candidate):
+        return identifier
+    if identifier not in CANDIDATES:
+        raise ValueError(f"There is no candidate {identifier!r}; use one of {list(CANDIDATES)}.")
+    return CANDIDATES[identifier]

@@ -10,7 +10,7 @@ import statistics
 import keras
 
 from dp_keras_opt.tuning import runs
-from dp_keras_opt.tuning.candidates import CANDIDATES, Candidate
+from dp_keras_opt.tuning.candidates import CANDIDATES, get
 
 _COLUMNS = ("task", "part", "candidate", "epsilon", "delta", "seed", "values", "score")
 
@@ -155,15 +155,10 @@ def _resolved(candidates, task):
     """The `Candidate` objects meant."""
     if candidates is None:
         return [each for each in CANDIDATES.values() if task.public or not each.needs_public]
-    found = []
-    for each in candidates:
-        if not isinstance(each, Candidate):
-            if each not in CANDIDATES:
-                raise ValueError(f"There is no candidate {each!r}; use one of {list(CANDIDATES)}.")
-            each = CANDIDATES[each]
+    found = [get(each) for each in candidates]
+    for each in found:
         if each.needs_public and task.public is None:
             raise ValueError(f"{each.name} needs public data: give the Task some as `public`.")
-        found.append(each)
     return found
 
 
