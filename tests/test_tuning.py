@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import math
+import pathlib
 
 import dp_accounting
 import keras
@@ -13,6 +14,7 @@ import dp_keras_opt as dp
 from dp_keras_opt.accounting import Ledger, RandomRepetitions
 from dp_keras_opt.tuning import runs
 
+ROOT = pathlib.Path(__file__).parents[1]
 DELTA = 1e-5
 SGD = dp.tuning.candidate("SGD", "DPSGD", space={"learning_rate": (0.01, 1.0)}, per_norm=True)
 
@@ -93,6 +95,13 @@ def test_units_of_a_candidate():
     )
     assert delayed.delay[0] == 25 and delayed.clip_norm == 0.5
     assert delayed.adaptive_clip_norm * 2.0 / 50 == pytest.approx(0.1)
+
+
+def test_the_page_states_the_ranges():
+    page = (ROOT / "docs" / "hyperparameters.md").read_text(encoding="utf-8")
+    for candidate in dp.tuning.CANDIDATES.values():
+        low, high = candidate.space["learning_rate"]
+        assert f"{low:g} to {high:g}" in page, candidate.name
 
 
 # One run.
