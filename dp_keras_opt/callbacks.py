@@ -124,11 +124,19 @@ class OptimizerReport(keras.callbacks.Callback):
     - `gradient_norm`: ‖mean clipped gradient‖/C of the epoch's steps, in the geometry that they are
       clipped in: the root of the mean of ‖g̃‖² less what the noise adds to it, 0 where that is
       negative. Near 1 the examples agree and are clipped; far below, noise outweighs signal.
+    - `noise_to_signal`: the norm of the noise in the mean gradient, in the root mean square √d·σC/B
+      for d weights, in units of what `gradient_norm` estimates. inf where that is 0: nothing of
+      the gradient shows above the noise, and no number would be true; 0 without noise.
     - `negative_v`: the share of coordinates whose estimated second moment v̂ is negative, as it can
       be for bias-corrected, independent and joint second moments; there, only ε holds the step.
     - `v_q05`, `v_q50`, `v_q95`: quantiles of v̂ over the coordinates.
 
     The last two appear for optimizers that keep a second moment.
+
+    The share of examples that were clipped is not among them: it is a count of private examples.
+    It could be released with noise of its own, but every step would then cost more. A
+    `gradient_norm` near 1 says that most examples are clipped; `clipping.per_example_norms` gives
+    the share itself on public data.
 
     Args:
         quantiles: which quantiles of v̂ to write, numbers in [0, 1].
@@ -141,30 +149,34 @@ class OptimizerReport(keras.callbacks.Callback):
         if not all(0 <= q <= 1 for q in quantiles):
             raise ValueError(f"quantiles must be numbers in [0, 1], received {quantiles!r}.")
         self.quantiles = tuple(quantiles)
-        self._squared_norm = None
+        self._power = None  # means over the epoch's steps, in units of C²: (signal, noise)
 
     def set_model(self, model):
         super().set_model(model)
         _check_model(self)
         if self._observe not in model.release_observers:
-            self._squared_norm = replicas.without_strategy(
-                lambda: keras.metrics.Mean(name="squared_gradient_norm")
+            self._power = replicas.without_strategy(
+                lambda: tuple(keras.metrics.Mean(name=name) for name in ("signal", "noise"))
             )
             model.observe_releases(self._observe)
 
     def _observe(self, queries, released):
-        """Adds one step's ‖g̃‖² − E‖noise‖², in units of C²."""
-        part, clip_norm = released[0], queries[0].clip_norm
+        """Adds one step's ‖g̃‖² − E‖noise‖², and E‖noise‖²."""
+        part, clip_norm = released[0], tf.cast(queries[0].clip_norm, tf.float32)
         weights = sum(tf.size(g) for g in part.value)
         noise = tf.cast(weights, tf.float32) * tf.square(part.noise_std)
         excess = tf.square(tf.linalg.global_norm(part.value)) - noise
-        self._squared_norm.update_state(excess / tf.cast(clip_norm, tf.float32) ** 2)
+        for mean, power in zip(self._power, (excess, noise), strict=True):
+            mean.update_state(power / clip_norm**2)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._squared_norm.reset_state()
+        for mean in self._power:
+            mean.reset_state()
 
     def on_epoch_end(self, epoch, logs=None):
-        logs["gradient_norm"] = float(np.sqrt(max(0.0, float(self._squared_norm.result()))))
+        signal, noise = (np.sqrt(max(0.0, float(mean.result()))) for mean in self._power)
+        logs["gradient_norm"] = float(signal)
+        logs["noise_to_signal"] = float(noise / signal) if signal else float(np.inf if noise else 0)
         estimates = self.model.optimizer.second_moment_estimates
         if estimates:
             v = np.concatenate([np.ravel(estimate) for estimate in estimates])

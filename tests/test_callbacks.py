@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import dp_keras_opt as dp
 from dp_keras_opt.accounting import Sampling
-from dp_keras_opt.callbacks import PrivacyBudget, PrivacyReport
+from dp_keras_opt.callbacks import OptimizerReport, PrivacyBudget, PrivacyReport
 
 layers = keras.layers
 N, B, SIGMA, DELTA = 24, 8, 1.0, 1e-3
@@ -88,6 +88,39 @@ def test_loggers_listed_before_the_report_see_epsilon(tmp_path):
     assert written == pytest.approx([_epsilon(3), _epsilon(6)], rel=1e-6)
     assert seen == pytest.approx([_epsilon(steps) for steps in range(1, 7)], rel=1e-6)
     assert callbacks == order  # the user's list is left alone
+
+
+def _of_epochs(folder):
+    """What TensorBoard's callback wrote at epoch ends: {tag: values}, read from its files."""
+    values = {}
+    for file in sorted((folder / "train").glob("events*")):
+        for record in tf.data.TFRecordDataset(str(file)):
+            for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
+                if value.tag.startswith("epoch_") and value.HasField("tensor"):
+                    values.setdefault(value.tag, []).append(float(tf.make_ndarray(value.tensor)))
+    return values
+
+
+def test_tensorboard_files_hold_what_the_reports_write(tmp_path):
+    report = OptimizerReport()
+    callbacks = [keras.callbacks.TensorBoard(str(tmp_path)), PrivacyReport(DELTA), report]
+    history = _model().fit(_batches(3), epochs=2, verbose=0, callbacks=callbacks).history
+    written = _of_epochs(tmp_path)
+    assert written["epoch_epsilon"] == pytest.approx([_epsilon(3), _epsilon(6)], rel=1e-5)
+    for name in ("gradient_norm", "noise_to_signal"):
+        assert written[f"epoch_{name}"] == pytest.approx(history[name], rel=1e-5)
+    assert not any("clip" in tag or "fraction" in tag for tag in written)  # never a raw count
+
+
+def test_a_tracker_is_given_released_figures_by_a_lambda():
+    """As docs/how_to/logging.md has it for MLflow."""
+    tracked = []
+    to_tracker = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: tracked.append((epoch, logs["epsilon"]))
+    )
+    _model().fit(_batches(3), epochs=2, verbose=0, callbacks=[to_tracker, PrivacyReport(DELTA)])
+    assert [epoch for epoch, _ in tracked] == [0, 1]
+    assert [figure for _, figure in tracked] == pytest.approx([_epsilon(3), _epsilon(6)])
 
 
 def test_epsilon_in_the_progress_bar(capsys):

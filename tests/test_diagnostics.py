@@ -35,7 +35,26 @@ def test_gradient_norm_is_the_root_of_the_mean_square_less_the_noise(options):
     ]
     expected = np.sqrt(max(0.0, np.mean(squares))) / CLIP
     np.testing.assert_allclose(logs["gradient_norm"], [expected], rtol=1e-4)
-    assert set(logs) == {"loss", "gradient_norm"}
+    assert set(logs) == {"loss", "gradient_norm", "noise_to_signal"}
+
+
+@pytest.mark.parametrize("sigma", [0.05, SIGMA, 50.0])
+def test_noise_to_signal_is_the_norm_of_the_noise_over_the_estimate(sigma):
+    """From hardly any noise to so much that the estimated norm is 0."""
+    logs, fed, _ = report_of(DPSGD(0.0, **PRIVATE | {"noise_multiplier": sigma}))
+    noise = SIZE * (sigma * CLIP / BATCH) ** 2
+    mean = linear.clipped_sum(linear.START, CLIP) / BATCH
+    released = [mean + sigma * CLIP / BATCH * fed.flat(t) for t in range(STEPS)]
+    signal = np.mean([np.sum(g**2) for g in released]) - noise
+    assert (signal < 0) == (sigma == 50.0)
+    expected = np.inf if signal < 0 else np.sqrt(noise / signal)
+    np.testing.assert_allclose(logs["noise_to_signal"], [expected], rtol=1e-3)
+
+
+def test_without_noise_there_is_none_beside_the_signal():
+    logs, _, _ = report_of(DPSGD(0.0, **PRIVATE | {"noise_multiplier": 0.0}))
+    assert logs["noise_to_signal"] == [0.0]
+    assert logs["gradient_norm"][0] > 0
 
 
 def test_gradient_norm_estimates_that_of_the_clipped_mean():
