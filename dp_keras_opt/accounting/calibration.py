@@ -15,8 +15,8 @@ from dp_keras_opt.accounting.accountant import (
     quiet,
 )
 from dp_keras_opt.accounting.events import MAX_DISTINCT
-from dp_keras_opt.accounting.ledger import Segment, check_sampling
-from dp_keras_opt.accounting.sampling import whole_number
+from dp_keras_opt.accounting.ledger import Segment
+from dp_keras_opt.accounting.sampling import check_sampling, whole_number
 from dp_keras_opt.noise import schedules
 
 _LEAST, _MOST = 2.0**-10, 2.0**20  # noise multipliers outside are not searched

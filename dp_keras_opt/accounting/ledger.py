@@ -12,7 +12,7 @@ from dp_keras_opt import noise
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.events import MAX_DISTINCT, segment_event, step_event
 from dp_keras_opt.accounting.journal import Journal, read
-from dp_keras_opt.accounting.sampling import Sampling, whole_number
+from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling, whole_number
 from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.noise import schedules
 
@@ -64,62 +64,54 @@ class Segment:
     @property
     def is_rounded(self):
         """Whether there are so many noise levels that `event` rounds them down."""
-        constant = isinstance(self.schedule, schedules.Constant)
-        return not constant and len(np.unique(self._alphas)) > MAX_DISTINCT
+        return len(np.unique(self._alphas)) > MAX_DISTINCT
 
     @property
     def _alphas(self):
-        return self.schedule.alphas(self.first_step, self.steps)
+        constant = isinstance(self.schedule, schedules.Constant)
+        return 1.0 if constant else self.schedule.alphas(self.first_step, self.steps)
 
     def event(self, max_distinct=MAX_DISTINCT, optimistic=False):
         """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
-        alphas = 1.0 if isinstance(self.schedule, schedules.Constant) else self._alphas
         return segment_event(
-            self.releases, self.sampling, alphas, self.steps, max_distinct, optimistic
+            self.releases, self.sampling, self._alphas, self.steps, max_distinct, optimistic
         )
 
     def to_config(self):
         """The segment as JSON-able values."""
-        return {
-            "run": self.run,
-            "releases": [
-                {
-                    "query": release.query,
-                    "statistic": release.statistic,
-                    "multiplier": float(release.multiplier),
-                    "mechanism": keras.saving.serialize_keras_object(release.mechanism),
-                    "joint": release.joint and dataclasses.asdict(release.joint),
-                }
-                for release in self.releases
-            ],
+        releases = [
+            vars(release)
+            | {
+                "multiplier": float(release.multiplier),
+                "mechanism": keras.saving.serialize_keras_object(release.mechanism),
+                "joint": release.joint and dataclasses.asdict(release.joint),
+            }
+            for release in self.releases
+        ]
+        return vars(self) | {
+            "releases": releases,
             "schedule": keras.saving.serialize_keras_object(self.schedule),
             "sampling": self.sampling.get_config(),
             "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
-            "first_step": self.first_step,
-            "steps": self.steps,
         }
 
     @classmethod
     def from_config(cls, config):
         """The segment that `to_config` described."""
-        releases = tuple(
-            noise.Release(
-                **{
-                    **release,
-                    "mechanism": noise.get(release["mechanism"]),
-                    "joint": release["joint"] and noise.JointMoments(**release["joint"]),
-                }
-            )
-            for release in config["releases"]
-        )
-        return cls(
-            **{
-                **config,
-                "releases": releases,
-                "schedule": schedules.get(config["schedule"]),
-                "sampling": Sampling.from_config(config["sampling"]),
+        releases = [
+            release
+            | {
+                "mechanism": noise.get(release["mechanism"]),
+                "joint": release["joint"] and noise.JointMoments(**release["joint"]),
             }
-        )
+            for release in config["releases"]
+        ]
+        read = {
+            "releases": tuple(noise.Release(**release) for release in releases),
+            "schedule": schedules.get(config["schedule"]),
+            "sampling": Sampling.from_config(config["sampling"]),
+        }
+        return cls(**config | read)
 
 
 class Ledger:
@@ -237,11 +229,7 @@ class Ledger:
         Raises:
             ValueError: an argument is of the wrong type.
         """
-        if not isinstance(sampling, Sampling):
-            raise ValueError(
-                f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
-                "Use e.g. Sampling.poisson(num_examples, batch_size)."
-            )
+        need_sampling(sampling)
         segment = Segment(
             run=run or secrets.token_hex(16),
             releases=tuple(releases),
@@ -329,11 +317,10 @@ class Ledger:
                 "reserved and not settled. Settle each reservation once, before `begin` or "
                 "`merge`."
             )
+        self._pending -= reserved
         if executed == reserved:
-            self._pending -= reserved
             return
         self._add(executed - reserved)
-        self._pending -= reserved
         if self._current.breaks_off and not self._pending:
             self.close()
 
@@ -494,18 +481,3 @@ def _segments(runs):
         for run, (begins, steps) in runs.items()
     ]
     return [segment for segment in segments if segment.steps]
-
-
-def check_sampling(optimizer, sampling):
-    """Refuses an optimizer whose noise does not fit batches that are sampled this way."""
-    if not isinstance(sampling, Sampling):
-        raise ValueError(
-            f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
-            "Use e.g. Sampling.poisson(num_examples, batch_size)."
-        )
-    if optimizer.batch_size != sampling.batch_size:
-        raise ValueError(
-            f"The optimizer has batch_size={optimizer.batch_size}, the sampling has "
-            f"batch_size={sampling.batch_size}. Give both the same expected batch size."
-        )
-    optimizer.check_sampling(sampling)
