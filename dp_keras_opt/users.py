@@ -15,9 +15,8 @@ def examples_by_user(users, n):
         ValueError: there is not one for each example.
     """
     ids = np.asarray(users)
-    if ids.dtype.kind not in "iuSU" and not (
-        ids.dtype.kind == "O" and len({type(i) for i in ids.flat} | {str, bytes}) == 2
-    ):
+    kinds = {type(i) for i in ids.flat} if ids.dtype.kind == "O" else {ids.dtype.kind}
+    if len(kinds) != 1 or not kinds <= {"i", "u", "S", "U", str, bytes}:
         raise TypeError(
             "`users` must be integers or strings, one kind of them and none missing: an id that is "
             f"not one person's would leave persons unprotected. Received: dtype {ids.dtype}."

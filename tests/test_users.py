@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Batch, Query, clipped_sums
@@ -162,3 +164,183 @@ def test_clipped_sum_is_that_of_one_user_at_a_time(make, whole_model):
     assert_close(result.sums[3], clip_and_sum(gradients, median, scale=scale))
     assert_close(result.sums[4], clip_and_sum(gradients, median, scale=scale, square=True))
     assert int(result.non_finite) == 0
+
+
+def clip_by_parts(gradients, parts, bounds, order):
+    """Σ clip of the variables of each part to its bound, in the norm of this order."""
+    total = [np.zeros_like(g) for g in gradients[0]]
+    for user in gradients:
+        for indices, bound in zip(parts, bounds, strict=True):
+            entries = np.concatenate([user[i].ravel() for i in indices])
+            factor = min(1.0, bound / max(np.linalg.norm(entries, order), 1e-300))
+            for i in indices:
+                total[i] += factor * user[i]
+    return total
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    spare=st.integers(0, 2),
+    model=st.sampled_from([dense, embedding, attention]),
+    kind=st.sampled_from(["l1", "per_layer", "per_layer, l1", "proportions"]),
+    weighted=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_ragged_users_in_each_kind_of_clipping(counts, spare, model, kind, weighted, seed):
+    keras.utils.set_random_seed(seed)
+    base, draw_x = model()
+    model, users = compiled(base), people(draw_x, counts, weighted, seed)
+    gradients = one_user_at_a_time(base, users)
+    order = 1 if "l1" in kind else 2
+    owners = [[i for i, v in enumerate(base.trainable_variables) if v.path.startswith(layer.path)]
+              for layer in (part for part in base._flatten_layers() if part.trainable_variables)
+              if not list(layer._flatten_layers(include_self=False))]  # fmt: skip
+    owners = [indices for indices in owners if indices]
+    names = list(dp.clipping.clipped_sum.variables_by_layer(model))
+    shares = np.linspace(1, 2, len(names)) if kind == "proportions" else np.ones(len(names))
+    bound = 0.3 * float(np.median([np.linalg.norm(np.concatenate([g.ravel() for g in user]), order)
+                                   for user in gradients]))  # fmt: skip
+    style = dict(zip(names, shares.tolist(), strict=True)) if kind == "proportions" else "per_layer"
+    if kind == "l1":
+        style, owners, shares = "flat", [range(len(gradients[0]))], np.ones(1)
+    assert sorted(i for indices in owners for i in indices) == list(range(len(gradients[0])))
+    query = Query(clip_norm=bound, norm="l1" if order == 1 else "l2", style=style)
+    result = clipped_sums(model, blocks(users, max(counts) + spare), (query,))
+    bounds = bound * shares / np.linalg.norm(shares, order)
+    assert_close(result.sums[0], clip_by_parts(gradients, owners, bounds, order))
+
+
+def test_norms_of_users():
+    base, draw_x = dense()
+    model, users = compiled(base), people(draw_x, (3, 1, 4, 2), weighted=True)
+    expected = whole(one_user_at_a_time(base, users))
+    for rows in (1, 9, 100):
+        found = dp.clipping.per_example_norms(model, blocks(users, 4), batch_size=rows)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_one_row_a_user_is_clipping_by_row():
+    base, draw_x = dense()
+    model, users = compiled(base), people(draw_x, (1,) * 5)
+    batch = blocks(users, 1, empty=[2])
+    by_row = batch._replace(mask=tf.reshape(batch.mask, [-1]))
+    (ours,), (theirs,) = (clipped_sums(model, b, (Query(clip_norm=0.1),)).sums
+                          for b in (batch, by_row))  # fmt: skip
+    assert_close(ours, [t.numpy() for t in theirs], rtol=1e-6)
+
+
+def test_public_rows_are_no_users():
+    base, draw_x = dense()
+    model, users = compiled(base), people(draw_x, (2, 3))
+    others = people(draw_x, (2, 1), seed=5)  # three public rows, and one of padding
+    both = blocks([*users, *others], 3, empty=[2, 3])
+    public = np.float32([0] * 6 + [1 / 3, 1 / 3, 0, 1 / 3, 0, 0])
+    alone = [
+        tuple(part[i : i + 1] for part in user) for user in others for i in range(len(user[1]))
+    ]
+    gradients = one_user_at_a_time(base, alone)
+    flat = np.array([np.concatenate([g.ravel() for g in one]) for one in gradients])
+    rng = np.random.default_rng(4)
+    directions = [rng.normal(size=(1, *v.shape)) for v in model.trainable_variables]
+    queries = (
+        Query(clip_norm=0.1),
+        Query(rows="public"),
+        Query(rows="public", directions=[tf.constant(d, tf.float32) for d in directions]),
+    )
+    sums = clipped_sums(model, both._replace(public=tf.constant(public)), queries).sums
+    assert_close(sums[0], clip_and_sum(one_user_at_a_time(base, users), 0.1))
+    vector = [np.concatenate([np.ravel(t) for t in part]) for part in (*sums[1:], directions)]
+    np.testing.assert_allclose(vector[0], flat.mean(axis=0), rtol=1e-4, atol=1e-5)
+    moment = flat.T @ flat @ vector[2] / 3
+    np.testing.assert_allclose(vector[1], moment, rtol=1e-3, atol=1e-4 * np.abs(moment).max())
+
+
+# What a neighbouring data set can change.
+
+
+def distance(one, other):
+    pairs = zip(one, other, strict=True)
+    return np.sqrt(sum(np.sum((np.float64(a) - np.float64(b)) ** 2) for a, b in pairs))
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["clip", "normalize"])
+@pytest.mark.parametrize("make", [dense, wide_dense_on_sequence, embedding, convolution, lstm])
+def test_one_user_moves_the_sums_by_at_most_the_clip_norm(make, normalize):
+    base, draw_x = make()
+    model, size = compiled(base), 3
+    batch = blocks(people(draw_x, (3, 3, 3, 3)), size)  # the last two are one user and another
+
+    @tf.function
+    def sums(x, y, mask, clip_norm):
+        query = Query(clip_norm=clip_norm, normalize=normalize)
+        queries = (query, query._replace(square=True))
+        return clipped_sums(model, Batch(x, y, None, mask), queries).sums
+
+    numbers = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, 1e30, -1e30, 1e19, 1e4, 1e-30])
+
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(
+        clip_norm=st.floats(1e-3, 1.0),
+        places=st.lists(st.tuples(st.integers(6, 11), st.integers(0, 99), numbers), max_size=4),
+        factors=st.lists(st.one_of(st.just(1.0), numbers), min_size=6, max_size=6),
+        own=st.lists(st.booleans(), min_size=6, max_size=6),
+    )
+    def check(clip_norm, places, factors, own):
+        x, y, mask = batch.x.numpy(), batch.y.numpy(), batch.mask.numpy()
+        for row, place, entry in places:
+            if x.dtype == np.float32:
+                x[row].flat[place % x[row].size] = entry
+        with np.errstate(all="ignore"):
+            y[6:] *= np.float32(factors)[:, None]
+        mask[2:] = np.reshape(own, (2, 3))  # rows left out hold what they hold
+
+        def of(*there):
+            shown = mask & np.isin(np.arange(4), there)[:, None]
+            return sums(tf.constant(x), tf.constant(y), tf.constant(shown), tf.constant(clip_norm))
+
+        without, first, second = of(0, 1), of(0, 1, 2), of(0, 1, 3)
+        for query, bound in enumerate((clip_norm, clip_norm**2)):
+            assert distance(first[query], without[query]) <= bound * (1 + 1e-5)
+            assert distance(second[query], without[query]) <= bound * (1 + 1e-5)
+            assert distance(first[query], second[query]) <= 2 * bound * (1 + 1e-5)
+
+    check()
+
+
+def test_without_grouping_a_user_moves_the_sum_by_more():
+    """The sabotaged engine, which clips row by row, must fail what the engine passes."""
+    base, draw_x = dense()
+    model, users = compiled(base), people(draw_x, (4, 4), seed=1)
+    (x, y, w), bound = users[1], 1e-3
+    users[1] = x[[0] * 4], y[[0] * 4], w  # four times the same
+    batches = [blocks(users, 4, empty) for empty in ((), (1,))]
+    by_row = [b._replace(mask=tf.reshape(b.mask, [-1])) for b in batches]
+    moved = [
+        distance(*(clipped_sums(model, b, (Query(clip_norm=bound),)).sums[0] for b in pair))
+        for pair in (batches, by_row)
+    ]
+    np.testing.assert_allclose(moved, [bound, 4 * bound], rtol=1e-3)
+
+
+def test_what_is_not_finite_zeroes_its_user_and_nobody_else():
+    base, draw_x = dense()
+    model, users = compiled(base), people(draw_x, (3, 2, 3))
+    good = clipped_sums(model, blocks(users, 3, [1]), (Query(clip_norm=0.1),)).sums[0]
+    users[1][0][1, 2] = np.nan  # in one of two rows
+    result = clipped_sums(model, blocks(users, 3), (Query(clip_norm=0.1),))
+    for a, b in zip(result.sums[0], good, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(result.non_finite) == 1
+
+
+def test_a_mask_of_unknown_width_is_not_taken_for_one_by_row():
+    base, draw_x = dense()
+    batch, model = blocks(people(draw_x, (2, 2)), 2), compiled(base)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.bool)])
+    def sums(mask):
+        return clipped_sums(model, batch._replace(mask=mask), (Query(clip_norm=0.1),)).sums
+
+    with pytest.raises(TypeError):
+        sums(batch.mask)
