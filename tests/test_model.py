@@ -427,11 +427,11 @@ def test_arrays_count_as_shuffled_without_the_validation_split():
 def test_batch_sizes_of_data_and_optimizer_must_agree():
     model = functional()
     model.compile(_sgd(), "mse")
-    with pytest.raises(ValueError, match="batch size of 4.*batch_size=8"):
+    with pytest.raises(ValueError, match="batch_size=8.*batch_size=4"):
         model.fit(dp.data.poisson_batches((X, Y), 4), verbose=0)
-    with pytest.raises(ValueError, match="batch size of 4.*batch_size=8"):
+    with pytest.raises(ValueError, match="batch_size=8.*batch_size=4"):
         model.fit(X, Y, batch_size=4, verbose=0)
-    with pytest.raises(ValueError, match="batch size of 4.*batch_size=8"):
+    with pytest.raises(ValueError, match="batch_size=8.*batch_size=4"):
         model.sampling = Sampling.poisson(N, 4)
 
 
