@@ -137,8 +137,8 @@ def _check_tuple(data):
         )
 
 
-def integer(name, value, at_most=None):
-    """`value` as an int from 1 to `at_most`, or an error that names the argument.
+def integer(name, value, at_most=None, of="examples"):
+    """`value` as an int from 1 to `at_most`, the number of `of`, or an error that names both.
 
     Raises:
         TypeError: it is no integer.
@@ -147,7 +147,7 @@ def integer(name, value, at_most=None):
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
     if value < 1 or (at_most is not None and value > at_most):
-        limits = "at least 1" if at_most is None else f"from 1 to the number of examples, {at_most}"
+        limits = "at least 1" if at_most is None else f"from 1 to the number of {of}, {at_most}"
         raise ValueError(f"`{name}` must be {limits}. Received: {value}")
     return int(value)
 

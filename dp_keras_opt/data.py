@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import arrays, replicas
+from dp_keras_opt import users as by_user
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.noise.entropy import numpy_generator
 
@@ -26,10 +27,11 @@ class Rows(NamedTuple):
     """The third element of each `(x, y, rows)` batch: which rows count, and how much.
 
     `DPModel` lets `mask` weight the loss and *all* metrics. Keras would count padding in those
-    that are not weighted.
+    that are not weighted. A mask [users, K] says that of the users·K rows each K consecutive ones
+    are those of one user, and are clipped as one.
     """
 
-    mask: Any  # float32 [rows], 1 for an example and 0 for padding
+    mask: Any  # float32 [rows] or [users, K], 1 for an example and 0 for padding
     sample_weight: Any = None  # None, or the user's weights: float32 [rows], or a structure of it
     public: Any = None  # None, or float32 [rows]: 1 / their number for rows declared public, else 0
 
@@ -129,20 +131,79 @@ def poisson_batches(
     examples, n = arrays.examples(data, class_weight, max_bytes)
     batch_size = arrays.integer("batch_size", batch_size, at_most=n)
     sampling = Sampling.poisson(n, batch_size, adjacency=adjacency, unit=unit)
-    if seed is not None:
-        warnings.warn(
-            f"poisson_batches got seed={seed}: whoever knows the seed knows which examples are in "
-            "which batch, and against them sampling amplifies nothing. Leave seed=None outside of "
-            "tests.",
-            stacklevel=2,
-        )
-    root = None
-    if seed is not None:
-        worker = replicas.place()[0]
-        root = numpy_generator([seed, worker] if worker else seed)
+    root = _root("poisson_batches", seed)
     _check_same_data(examples)
     everyone = [np.arange(n)]
     return _poisson(examples, sampling, everyone, steps_per_epoch, physical_batch_size, root)
+
+
+def poisson_users(
+    data,
+    users,
+    batch_size,
+    steps_per_epoch=None,
+    *,
+    examples_per_user,
+    physical_batch_size=None,
+    class_weight=None,
+    adjacency="add_or_remove_one",
+    unit="user",
+    seed=None,
+    max_bytes=4 * 2**30,
+):
+    """Poisson-sampled batches of users, of whom each is clipped as one: user-level privacy.
+
+    Each of the n users is in each batch independently with probability `batch_size / n`. Of a user
+    who is drawn at most `examples_per_user` = K examples take part, a fresh, uniformly random
+    subset of their own where there are more. A user's loss is the mean of those of the examples
+    that take part, and the gradient of that mean is clipped to the optimizer's `clip_norm`.
+
+    A batch has K rows for each user, one user after the other; rows that a user does not fill are
+    padding, as are users up to the next multiple of the block. `Rows.mask` is [users, K], which
+    tells `DPModel` whose the rows are. Metrics are over examples.
+
+    Guarantee: batches are drawn as `.sampling` of the result states, with entropy of the operating
+    system, anew in each iteration. The ε is that of all examples of one user together. It takes for
+    granted that each person has one id and no two share one; and, as the number of examples
+    elsewhere, the number of users is public.
+
+    Args:
+        data: `(x, y)` or `(x, y, sample_weight)` of arrays, as for `poisson_batches`; not a
+            `tf.data.Dataset`, whose order need not be that of `users`.
+        users: [n examples], whose each example is: integers or strings.
+        batch_size: expected number of *users* in a batch, from 1 to their number; what the
+            optimizer's `batch_size` must be.
+        steps_per_epoch: number of batches in each iteration. Default: ceil(n / batch_size).
+        examples_per_user: K, chosen without looking at the data. Memory and time go by K rows for
+            each user, however many of them are filled.
+        physical_batch_size: rows to process at a time, of which whole users are taken, at least
+            one. Default: that of `batch_size` plus two standard deviations users.
+        class_weight, adjacency, seed, max_bytes: as for `poisson_batches`.
+        unit: what a user is called in the statement.
+
+    Returns:
+        `Batches` of `(x, y, Rows)`. The first dimension of x and y is users·K.
+
+    Raises:
+        ValueError, TypeError: as `poisson_batches`; there is not one id for each example, or ids
+            are neither integers nor strings.
+    """
+    if isinstance(data, tf.data.Dataset):
+        raise TypeError(
+            "poisson_users needs arrays: the examples of a tf.data.Dataset can come in another "
+            "order than their users. Received: a tf.data.Dataset. Read it into arrays first."
+        )
+    examples, n = arrays.examples(data, class_weight, max_bytes)
+    owned = by_user.examples_by_user(users, n)
+    batch_size = arrays.integer("batch_size", batch_size, len(owned), "users")
+    most = arrays.integer("examples_per_user", examples_per_user)
+    sampling = Sampling.poisson(
+        len(owned), batch_size, adjacency, unit=unit, examples_per_unit=most
+    )
+    root = _root("poisson_users", seed)
+    _check_same_data((*examples, np.asarray(users)))
+    everyone = [np.arange(len(owned))]
+    return _poisson(examples, sampling, everyone, steps_per_epoch, physical_batch_size, root, owned)
 
 
 def cyclic_poisson(
@@ -293,20 +354,25 @@ def with_public(private, public, public_batch_size=None):
 
     def join(x_private, y_private, rows=None):
         chosen = tf.range(count) if size == count else tf.random.shuffle(tf.range(count))[:size]
-        mine = keras.tree.map_structure(lambda t: tf.gather(t, chosen), (x, y))
         number = tf.shape(keras.tree.flatten(x_private)[0])[0]
         rows = _as_rows(rows, number)
+        together = _rows_per_user(rows) or 1  # public rows are no user's, but fill up users' places
+        filling = -size % together
+        mine = keras.tree.map_structure(
+            lambda t: tf.gather(t, tf.pad(chosen, [(0, filling)])), (x, y)
+        )
 
         def append(private_part, public_part):
             return tf.concat([private_part, public_part], axis=0)
 
         joined = keras.tree.map_structure(append, (x_private, y_private), mine)
         weight = keras.tree.map_structure(
-            lambda w: None if w is None else append(w, tf.ones((size,), w.dtype)),
+            lambda w: None if w is None else append(w, tf.ones((size + filling,), w.dtype)),
             rows.sample_weight,
         )
-        share = append(tf.zeros((number,)), tf.fill((size,), 1.0 / (size * private.workers)))
-        return (*joined, Rows(append(rows.mask, tf.zeros((size,))), weight, share))
+        share = tf.pad(tf.fill((size,), 1.0 / (size * private.workers)), [(number, filling)])
+        ends = [(0, (size + filling) // together)] + [(0, 0)] * (rows.mask.shape.rank - 1)
+        return (*joined, Rows(tf.pad(rows.mask, ends), weight, share))
 
     return dataclasses.replace(private, dataset=private.dataset.map(join))
 
@@ -368,20 +434,25 @@ def assume_sampling(data, sampling):
 def deal(batches, hands):
     """The data set of a `Batches`, each batch dealt out to so many hands in turn.
 
-    All hands are of equal size: padding makes up for the rows that are missing.
+    All hands are of equal size: padding makes up for the rows that are missing. A user's rows stay
+    in one hand.
     """
 
     def hand(batch, index):
         x, y, rows = keras.utils.unpack_x_y_sample_weight(batch)
-        number = tf.shape(tf.nest.flatten(x)[0])[0]
+        rows = _as_rows(rows, tf.shape(tf.nest.flatten(x)[0])[0])
+        together = _rows_per_user(rows) or 1
 
-        def part(tensor):
+        def part(tensor, together=together):
             if tensor is None:
                 return None
-            ends = [(0, -number % hands)] + [(0, 0)] * (tensor.shape.rank - 1)
-            return tf.pad(tensor, ends)[index::hands]
+            missing = -tf.shape(tensor)[0] % (hands * together)
+            padded = tf.pad(tensor, [(0, missing)] + [(0, 0)] * (tensor.shape.rank - 1))
+            places = tf.reshape(tf.range(tf.shape(padded)[0]), (-1, hands, together))
+            return tf.gather(padded, tf.reshape(places[:, index], [-1]))
 
-        return keras.tree.map_structure(part, (x, y, _as_rows(rows, number)))
+        parts = keras.tree.map_structure(part, (x, y, rows._replace(mask=None)))
+        return (*parts[:2], parts[2]._replace(mask=part(rows.mask, 1)))
 
     def all_hands(*batch):
         indices = tf.data.Dataset.range(hands, output_type=tf.int32)
@@ -395,23 +466,32 @@ def _as_rows(weights, number):
     return weights if isinstance(weights, Rows) else Rows(tf.ones((number,)), weights)
 
 
-def _gathered(tensors, draws, rows, steps):
-    """The data set of batches whose examples `draws` yields as indices, -1 for padding.
+def _rows_per_user(rows):
+    """K where `Rows` are K for each user, None where each stands for itself."""
+    return rows.mask.shape[1] if rows.mask.shape.rank == 2 else None
+
+
+def _gathered(tensors, draws, rows, steps, together=None):
+    """The data set of batches whose examples `draws` yields as indices.
 
     Args:
         tensors: (x, y, sample_weight).
-        draws: function that gives an iterator of int64 arrays.
+        draws: function that gives an iterator of int64 arrays: i for an example, ~i (negative) for
+            padding with the values of example i.
         rows: their length, where it is always the same.
         steps: how many there are.
+        together: K where each K rows are one user's.
     """
 
     def gather(indices):
         mask = tf.cast(indices >= 0, tf.float32)
+        places = tf.maximum(indices, -1 - indices)
         batch_x, batch_y, weight = tf.nest.map_structure(
-            lambda values: None if values is None else tf.gather(values, tf.maximum(indices, 0)),
-            tensors,
+            lambda values: None if values is None else tf.gather(values, places), tensors
         )
         weight = tf.nest.map_structure(lambda w: None if w is None else w * mask, weight)
+        if together is not None:
+            mask = tf.reshape(mask, (-1, together))
         return batch_x, batch_y, Rows(mask, weight)
 
     return (
@@ -422,9 +502,16 @@ def _gathered(tensors, draws, rows, steps):
     )
 
 
-def _poisson(examples, sampling, members, steps_per_epoch, physical_batch_size, root=None):
-    """`Batches` in which `members[t mod groups]`, arrays of indices, are drawn at step t."""
-    n, batch_size = sampling.num_examples, sampling.batch_size
+def _poisson(
+    examples, sampling, members, steps_per_epoch, physical_batch_size, root=None, owned=None
+):
+    """`Batches` in which `members[t mod groups]`, arrays of indices, are drawn at step t.
+
+    They are indices of examples or, with `owned`, of users: `owned[user]` are a user's examples.
+    """
+    n, batch_size, together = (
+        sampling.num_examples, sampling.batch_size, sampling.examples_per_unit or 1
+    )  # fmt: skip
     # Each worker draws from examples of its own: whatever the workers draw, none is drawn twice,
     # and each is drawn independently of all others, as it is by one worker.
     worker, workers = replicas.place()
@@ -433,9 +520,10 @@ def _poisson(examples, sampling, members, steps_per_epoch, physical_batch_size, 
         steps_per_epoch = sampling.steps_per_epoch
     if physical_batch_size is None:
         share = batch_size / workers
-        physical_batch_size = 8 * int(np.ceil(min(share + 2 * share**0.5, n) / 8))
+        physical_batch_size = together * 8 * int(np.ceil(min(share + 2 * share**0.5, n) / 8))
     steps_per_epoch = arrays.integer("steps_per_epoch", steps_per_epoch)
     physical_batch_size = arrays.integer("physical_batch_size", physical_batch_size)
+    block = max(1, physical_batch_size // together)
 
     def draws():
         # A seeded iteration has a stream of its own: how far an earlier one was prefetched before
@@ -443,11 +531,25 @@ def _poisson(examples, sampling, members, steps_per_epoch, physical_batch_size, 
         rng = numpy_generator() if root is None else root.spawn(1)[0]
         for step in range(steps_per_epoch):
             turn = members[step % len(members)]
-            yield _padded_draw(rng, turn, sampling.sampling_probability, physical_batch_size)
+            drawn = _padded_draw(rng, turn, sampling.sampling_probability, block)
+            yield drawn if owned is None else by_user.examples_of(rng, owned, drawn, together)
 
-    rows = physical_batch_size if physical_batch_size >= n else None
-    dataset = _gathered(examples, draws, rows, steps_per_epoch)
-    return Batches(dataset, sampling, physical_batch_size, steps_per_epoch, workers=workers)
+    rows = block * together if block >= n else None
+    dataset = _gathered(examples, draws, rows, steps_per_epoch, sampling.examples_per_unit)
+    return Batches(dataset, sampling, block * together, steps_per_epoch, workers=workers)
+
+
+def _root(name, seed):
+    """Where a seed is given, the generator of all draws; then a warning."""
+    if seed is None:
+        return None
+    warnings.warn(
+        f"{name} got seed={seed}: whoever knows the seed knows who is in which batch, and against "
+        "them sampling amplifies nothing. Leave seed=None outside of tests.",
+        stacklevel=3,
+    )
+    worker = replicas.place()[0]
+    return numpy_generator([seed, worker] if worker else seed)
 
 
 def _padded_draw(rng, members, probability, block):

@@ -6,7 +6,8 @@ import warnings
 import tensorflow as tf
 
 from dp_keras_opt import replicas
-from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.accounting import Ledger
+from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.noise import resume
 
 
@@ -64,23 +65,17 @@ class Guard:
     def _sample_as(self, sampling, arrangement=None):
         """Checks and takes a sampling. A method, because assigning an attribute the object that it
         holds already is skipped (by TensorFlow's tracking), and the ledger would not be closed."""
-        if not isinstance(sampling, Sampling):
-            raise ValueError(
-                f"sampling must be a dp_keras_opt.accounting.Sampling, received {sampling!r}."
-            )
         self._assert_compile_called("sampling")
-        if sampling.batch_size != self.optimizer.batch_size:
-            raise ValueError(
-                f"The data is sampled with an expected batch size of {sampling.batch_size}, the "
-                f"optimizer divides by batch_size={self.optimizer.batch_size}. They must be equal."
-            )
+        check_sampling(self.optimizer, sampling)
         accounted = self.optimizer.calibrated_for
         if accounted is not None and accounted != sampling:
             raise ValueError(
                 f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
                 "Calibrate for this sampling, or set noise_multiplier yourself."
             )
-        self.optimizer.check_sampling(sampling)
+        before = self._sampling
+        if before is not None and before.examples_per_unit != sampling.examples_per_unit:
+            self.train_function = None  # to be traced anew: tracing checks the batches against it
         object.__setattr__(self, "_sampling", sampling)
         object.__setattr__(self, "_arrangement", arrangement)
         self.ledger.close()

@@ -47,6 +47,7 @@ class PrivateStep:
                 "nowhere. In a training loop of your own, call train_on_batch."
             )
         batch = _as_batch(data)
+        self._check_users(batch)
         plan = self._plan(batch)
         if self.optimizer.needs_public and batch.public is None:
             raise ValueError(
@@ -55,6 +56,24 @@ class PrivateStep:
             )
         self.optimizer.serve(self.trainable_variables)
         return batch, plan
+
+    def _check_users(self, batch):
+        """Refuses batches that are not clipped as the sampling says: by row, or by user."""
+        mask = batch.mask
+        if mask is not None and (mask.shape.rank not in (1, 2) or None in mask.shape[1:]):
+            raise ValueError(
+                f"The mask of a batch has the shape {mask.shape}; it must be [rows], or [users, K] "
+                "with K known when the step is traced. Restore the shape with tf.ensure_shape."
+            )
+        stated, found = self._sampling.examples_per_unit, batch.rows_per_user
+        if stated != found:
+            unit = self._sampling.unit
+            raise ValueError(
+                f"The sampling says that {_clipped_as(stated, unit)}, but in the batches "
+                f"{_clipped_as(found, 'user')}, as the mask in their third element says: the "
+                "statement would be false. Take the batches of dp_keras_opt.data.poisson_users as "
+                "they are, with the Rows as third element, or state the sampling that takes place."
+            )
 
     def _update_from(self, queries, sums):
         """The second part of a step: noise, and the optimizer's update, from the clipped sums."""
@@ -110,6 +129,8 @@ class PrivateStep:
         """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
         limits = (self.physical_batch_size or self._block, per_example.max_rows(plan.general))
         size = min((limit for limit in limits if limit is not None), default=None)
+        if size is not None and batch.rows_per_user is not None:  # no user is cut in two
+            size = max(1, size // batch.rows_per_user) * batch.rows_per_user
         if size is None or (batch.rows is not None and batch.rows <= size):
             return self._chunk_sums(batch, queries, plan)
         chunks, count = _chunks(batch, size)
@@ -161,13 +182,13 @@ class PrivateStep:
         """Updates the compiled metrics; rows of padding count in none of them."""
         mask = None
         if isinstance(sample_weight, Rows):
-            sample_weight, mask = sample_weight.sample_weight, sample_weight.mask
+            sample_weight, mask = sample_weight.sample_weight, _by_row(sample_weight.mask)
         if self._compile_metrics is not None:
             update_metrics(self._compile_metrics, y, y_pred, sample_weight, mask)
         return self.get_metrics_result()
 
     def _update_metrics(self, batch, losses, y_pred):
-        mask = None if batch.mask is None else tf.cast(batch.mask, tf.float32)
+        mask = _by_row(batch.mask, tf.float32)
         regularization = sum(tf.reduce_sum(v.regularizer(v)) for v in self.trainable_variables
                              if v.regularizer is not None)  # fmt: skip
         self._loss_tracker.update_state(losses + regularization, sample_weight=mask)
@@ -181,6 +202,7 @@ class PrivateStep:
     def non_finite_examples(self):
         """How many examples contributed zero because their gradient was NaN or infinite.
 
+        Of batches of `data.poisson_users` it counts users: one such example zeroes all of theirs.
         This count depends on the data without noise: it is for the owner of the data, and is in no
         log or saved file. With several workers, each counts its own examples.
         """
@@ -200,6 +222,19 @@ def _as_batch(data, convert=tf.convert_to_tensor):
     return Batch(x, y, weight, mask, public)
 
 
+def _clipped_as(size, unit):
+    return (
+        "each row is clipped alone"
+        if size is None
+        else f"{size} rows of a {unit} are clipped as one"
+    )
+
+
+def _by_row(mask, dtype=None):
+    """A mask (rows,) or (users, K) as (rows,); None stays."""
+    return None if mask is None else tf.cast(tf.reshape(mask, [-1]), dtype or mask.dtype)
+
+
 def _map(function, structure):
     """`function` of every leaf of a structure that is not None."""
     return tree.map_structure(lambda t: None if t is None else function(t), structure)
@@ -213,7 +248,7 @@ def _chunks(batch, size):
     """
     total = batch.rows or tf.shape(tree.flatten(batch.x)[0])[0]
     count = -(-total // size)
-    mask = tf.ones((total,), tf.bool) if batch.mask is None else batch.mask
+    mask = tf.ones((total,), tf.bool) if batch.mask is None else _by_row(batch.mask)
 
     def pad(tensor):
         return tf.pad(tensor, [(0, count * size - total)] + [(0, 0)] * (tensor.shape.rank - 1))
@@ -226,6 +261,9 @@ def _chunks(batch, size):
             part = tf.slice(tensor, begin, tf.concat([[size], tf.shape(tensor)[1:]], axis=0))
             return tf.ensure_shape(part, (size, *tensor.shape[1:]))
 
-        return Batch(*_map(block, padded))
+        part = Batch(*_map(block, padded))
+        if batch.rows_per_user is None:
+            return part
+        return part._replace(mask=tf.reshape(part.mask, (-1, batch.rows_per_user)))
 
     return chunk, count

@@ -3,10 +3,13 @@
     python examples/movielens.py                    # DP-Adam and DP-SGD at ε = 3
     python examples/movielens.py --epsilon 8
     python examples/movielens.py --full             # 50 epochs of batches of 64
+    python examples/movielens.py --users --epsilon 8  # protects users, not ratings
     python examples/movielens.py --data u.data      # your own copy of the ratings
 
 The unit of privacy is one rating. A user has 106 ratings on average, so what a user's whole history
-reveals is bounded far more weakly: see the group guarantee in the printed statement.
+reveals is bounded far more weakly: see the group guarantee in the printed statement. With --users
+the unit is one user with all their ratings. The model then has no factors, only how much each film
+is liked: factors of a user could be learned from that user alone, who is to be hidden.
 
 Writes to output/movielens: error.png (test error against ε spent), history.csv, the privacy
 statement, and the exported model, which is loaded back and asked for a prediction.
@@ -33,6 +36,7 @@ import dp_keras_opt as dp
 DELTA = 1e-6
 EMBEDDING_SIZE = 100
 MIDDLE_RATING = 3.5  # of the scale from 1 to 5, and not of the data
+RATINGS_PER_USER = 50  # that take part at most, with --users
 
 
 def factorization(num_users, num_items):
@@ -62,6 +66,15 @@ def factorization(num_users, num_items):
     return dp.DPModel({"user": user, "item": item}, rating)
 
 
+def popularity(num_users, num_items):
+    """A rating as what the item gets from everybody."""
+    user = keras.Input((), dtype="int32", name="user")
+    item = keras.Input((), dtype="int32", name="item")
+    liked = keras.layers.Embedding(num_items, 1, embeddings_initializer="zeros", name="item_bias")
+    rating = keras.layers.Rescaling(1.0, offset=MIDDLE_RATING, name="rating")(liked(item))
+    return dp.DPModel({"user": user, "item": item}, rating)
+
+
 def train_and_test(path=None, seed=0):
     """The ratings, shuffled by `seed`: 80% to train and 20% to test on.
 
@@ -79,8 +92,14 @@ def train_and_test(path=None, seed=0):
     return *parts, (int(users.max()) + 1, int(items.max()) + 1)
 
 
-def optimizers(batch_size, full):
+def optimizers(batch_size, full, users=False):
     """The optimizers that are compared, noise to be calibrated."""
+    if users:
+        bounds = {"clip_norm": 0.3, "batch_size": batch_size}
+        return {
+            "DP-Adam": dp.optimizers.DPAdam(0.03, **bounds),
+            "DP-SGD": dp.optimizers.DPSGD(3.0, momentum=0.9, **bounds),
+        }
     return {
         "DP-Adam": dp.optimizers.DPAdam(
             5e-4 if full else 2e-3, clip_norm=1.0, batch_size=batch_size
@@ -95,10 +114,15 @@ def train(name, optimizer, data, sizes, options):
     """Trains at the chosen ε and returns (model, report, history)."""
     (x_train, y_train), test = data
     batch_size = optimizer.batch_size
-    steps_per_epoch = len(y_train) // batch_size
-    batches = dp.data.poisson_batches(
-        (x_train, y_train), batch_size, steps_per_epoch=steps_per_epoch, unit="rating"
-    )
+    if options.users:
+        batches = dp.data.poisson_users(
+            (x_train, y_train), x_train["user"], batch_size, examples_per_user=RATINGS_PER_USER
+        )
+    else:
+        batches = dp.data.poisson_batches(
+            (x_train, y_train), batch_size, len(y_train) // batch_size, unit="rating"
+        )
+    steps_per_epoch = len(batches)
     noise_multiplier = dp.accounting.calibrate(
         optimizer,
         batches.sampling,
@@ -109,7 +133,7 @@ def train(name, optimizer, data, sizes, options):
     print(f"\n{name}: noise multiplier {noise_multiplier:.3f} for ε = {options.epsilon:g}, "
           f"{options.epochs} epochs of {steps_per_epoch} steps")  # fmt: skip
     keras.utils.set_random_seed(options.seed)  # initial weights; the noise stays unpredictable
-    model = factorization(*sizes)
+    model = (popularity if options.users else factorization)(*sizes)
     model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
     report = dp.callbacks.PrivacyReport(delta=DELTA)
     budget = dp.callbacks.PrivacyBudget(epsilon=options.epsilon, delta=DELTA)
@@ -125,12 +149,12 @@ def train(name, optimizer, data, sizes, options):
     return model, report, history
 
 
-def plot(histories, path):
+def plot(histories, path, unit="rating"):
     """Test error against the ε spent to reach it."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, history in histories.items():
         axes.plot(history["epsilon"], history["val_loss"], marker="o", markersize=3, label=name)
-    axes.set_xlabel(f"ε spent, at δ = {DELTA:g} (one rating)")
+    axes.set_xlabel(f"ε spent, at δ = {DELTA:g} (one {unit})")
     axes.set_ylabel("test error (MSE)")
     axes.set_title("MovieLens-100k, matrix factorization")
     axes.grid(alpha=0.3)
@@ -151,16 +175,25 @@ def write_history(histories, path):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epsilon", type=float, default=3.0, help="privacy budget (default 3)")
-    parser.add_argument("--epochs", type=int, help="default 20, 50 with --full, 1 with --quick")
-    parser.add_argument("--batch-size", type=int, help="default 1024, 64 with --full")
+    parser.add_argument("--users", action="store_true", help="protect users, not ratings")
+    parser.add_argument(
+        "--epochs", type=int, help="default 20, 50 with --full, 25 with --users, 1 with --quick"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, help="default 1024, 64 with --full, 236 (users) with --users"
+    )
     parser.add_argument("--full", action="store_true", help="50 epochs of batches of 64")
     parser.add_argument("--quick", action="store_true", help="one epoch, to try it out")
     parser.add_argument("--data", help="tab-separated file of user, item, rating, time")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("output/movielens"))
     parser.add_argument("--seed", type=int, default=0, help="of the split and initial weights")
     options = parser.parse_args()
-    options.epochs = options.epochs or (50 if options.full else 1 if options.quick else 20)
-    options.batch_size = options.batch_size or (64 if options.full else 1024)
+    options.epochs = options.epochs or (
+        50 if options.full else 1 if options.quick else 25 if options.users else 20
+    )
+    options.batch_size = options.batch_size or (
+        236 if options.users else 64 if options.full else 1024
+    )
     return options
 
 
@@ -171,15 +204,15 @@ def main():
     print(f"{len(train_data[1])} ratings for training, {len(test_data[1])} for testing")
 
     histories, results = {}, {}
-    for name, optimizer in optimizers(options.batch_size, options.full).items():
+    for name, optimizer in optimizers(options.batch_size, options.full, options.users).items():
         *results[name], histories[name] = train(
             name, optimizer, (train_data, test_data), sizes, options
         )
-    plot(histories, options.output / "error.png")
+    plot(histories, options.output / "error.png", "user" if options.users else "rating")
     write_history(histories, options.output / "history.csv")
 
     model, report = results["DP-Adam"]
-    statement = report.statement(group_size=10)
+    statement = report.statement(group_size=2 if options.users else 10)
     (options.output / "statement.txt").write_text(statement + "\n", encoding="utf-8")
     print("\n" + statement + "\n")
 
@@ -188,7 +221,7 @@ def main():
     predict = tf.saved_model.load(served).signatures["serving_default"]
     asked = {"user": tf.constant([196]), "item": tf.constant([242])}
     (prediction,) = predict(**asked).values()
-    print(f"The exported model in {served} predicts {float(prediction[0, 0]):.2f} "
+    print(f"The exported model in {served} predicts {np.ravel(prediction)[0]:.2f} "
           "for user 196 and item 242.")  # fmt: skip
     print(f"Wrote error.png, history.csv and statement.txt to {options.output}.")
 

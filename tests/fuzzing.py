@@ -1,10 +1,12 @@
 """Random configurations: each satisfies sensitivity and noise scale, or is refused with a reason.
 
-`check` trains two steps. In the second, two batches differ by one example, and the noise is known:
+`check` trains two steps. In the second, two batches differ by one example (by one user with all
+their rows, where these are clipped as one), and the noise is known:
 all zeros, or all ones. Then the difference between the batches is what the sensitivity bounds, and
 the difference between the noises is its scale; both are compared with what the ledger accounts for.
 """
 
+import dataclasses
 import traceback
 
 import keras
@@ -19,6 +21,7 @@ from dp_keras_opt.accounting.sampling import ADJACENCIES
 from dp_keras_opt.data import Rows
 
 N, BATCH = 48, 8
+OWN = 3  # rows of a user, where users are clipped as one
 REFUSALS = (ValueError, TypeError, dp.PrivacyBudgetError)
 _NO_RULES = ("GaLore", "PrivateOptimizer", "get", "moments")
 _SIGMA = 1.3
@@ -94,6 +97,7 @@ configurations = st.fixed_dictionaries(
         "physical": st.sampled_from([None, 3]),
         "public": st.booleans(),
         "weighted": st.booleans(),
+        "users": st.booleans(),
         "scale": st.sampled_from([1e-3, 1.0, 30.0]),
         "seed": st.integers(0, 10**6),
         "likely": st.sampled_from([True, True, True, False]),
@@ -160,9 +164,14 @@ class _Known:
         return tf.fill(shape, tf.constant(self.value, self.dtype))
 
 
+def _own(c):
+    """How many rows a unit has."""
+    return OWN if c["users"] else 1
+
+
 def _arrays(c):
     rng = np.random.default_rng(c["seed"])
-    rows = BATCH + 1 + 4  # one to exchange, four public ones
+    rows = (BATCH + 1) * _own(c) + 4  # one unit to exchange, four public rows
     if c["model"] == "words":
         x = rng.integers(0, 7, (rows, 5)).astype("int32")
     else:
@@ -174,21 +183,32 @@ def _arrays(c):
 
 
 def _batch(c, kind):
-    """(x, y, Rows): "whole", without its last example, or with another in its place."""
+    """(x, y, Rows): "whole", without its last unit, or with another in its place."""
     x, y, weight = _arrays(c)
-    rows = np.arange(BATCH)
-    mask = np.ones(BATCH, "float32")
+    own = _own(c)
+    units = np.arange(BATCH)
+    mask = np.ones((BATCH, own), "float32")
+    mask[0, 1:] = 0.0  # a user who has one row only
     if kind == "other" and c["adjacency"] == "replace_one":
-        rows[-1] = BATCH
+        units[-1] = BATCH
     elif kind == "other":
         mask[-1] = 0.0
-    share = np.zeros(BATCH, "float32")
+    rows = (units[:, None] * own + np.arange(own)).ravel()
+    share = np.zeros(len(rows), "float32")
     if c["public"]:
-        rows = np.append(rows, BATCH + 1 + np.arange(4))
-        mask = np.append(mask, np.zeros(4, "float32"))
-        share = np.append(share, np.full(4, 0.25, "float32"))
+        public = (BATCH + 1) * own + np.arange(4 + -4 % own) % 4
+        rows = np.append(rows, public)
+        mask = np.append(mask, np.zeros((len(public) // own, own), "float32"), axis=0)
+        share = np.append(share, np.where(np.arange(len(public)) < 4, 0.25, 0)).astype("float32")
+    mask = mask if c["users"] else mask[:, 0]
     weight = None if weight is None else weight[rows]
     return x[rows], y[rows], Rows(mask, weight, share if c["public"] else None)
+
+
+def _sampling(c):
+    sampling = _samplings[c["sampling"]](c["adjacency"])
+    users = {"unit": "user", "examples_per_unit": OWN} if c["users"] else {}
+    return dataclasses.replace(sampling, **users)
 
 
 def _released(c, last, value):
@@ -224,7 +244,7 @@ def _released(c, last, value):
     model.compile(optimizer, "mse", physical_batch_size=c["physical"], run_eagerly=True)
     known, seen = _Known(optimizer.noise_source), []
     model.observe_releases(lambda queries, parts: seen.append((queries, parts)))
-    model.sampling = _samplings[c["sampling"]](c["adjacency"])
+    model.sampling = _sampling(c)
     model.train_on_batch(*_batch(c, "whole"))
     known.value = value
     model.train_on_batch(*_batch(c, last))

@@ -142,6 +142,20 @@ def public_rows_are_averaged_once(strategy):
     np.testing.assert_allclose(*(w[0] for w in weights), rtol=1e-5, atol=1e-6)
 
 
+def users_are_clipped_whole(strategy):
+    """All examples of 12 users, 2 to 18 each, beside public rows: the users' rows stay together."""
+    users = np.arange(60) ** 2 // 300
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            rule = {"noise_multiplier": 0.0, "clip_norm": 0.05, "batch_size": 12, "steps": 10}
+            model = make(optimizer(dp.optimizers.PDADPMD, 0.1, **rule), physical_batch_size=20)
+            batches = dp.data.poisson_users((X, Y), users, 12, 3, examples_per_user=18)
+        model.fit(dp.data.with_public(batches, (X[:7], Y[:7])), verbose=0)
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
+
+
 def rows_without_a_mask_are_padded(strategy):
     """Four rows for three replicas: two are padding, which must count in nothing."""
     rule = optimizer(noise_multiplier=0.0, clip_norm=1e-3, batch_size=4)
@@ -222,6 +236,7 @@ MIRRORED = {
     3: [
         steps_are_those_of_one_device,
         public_rows_are_averaged_once,
+        users_are_clipped_whole,
         rows_without_a_mask_are_padded,
     ],
     4: [correlated_noise_has_its_scale],
@@ -279,6 +294,7 @@ def check_data(strategy, task):
     ids = (np.arange(60, dtype="int64"), np.arange(60, dtype="int64"))
     with strategy.scope():
         poisson = dp.data.poisson_batches(ids, 30, 40)
+        users = dp.data.poisson_users(ids, np.arange(60) // 4, 15, 1, examples_per_user=4)
         ordered = dp.data.fixed_order_epochs(ids, 7)
         try:
             dp.data.poisson_batches((X + task, Y), 8)
@@ -289,14 +305,16 @@ def check_data(strategy, task):
 
     def drawn(batches):
         return np.concatenate(
-            [x[rows.mask > 0] for x, _, rows in batches.dataset.as_numpy_iterator()]
+            [x[rows.mask.ravel() > 0] for x, _, rows in batches.dataset.as_numpy_iterator()]
         )
 
-    counts = np.stack([np.bincount(drawn(each), minlength=60) for each in (poisson, ordered)])
+    parts = (poisson, ordered, users)
+    counts = np.stack([np.bincount(drawn(each), minlength=60) for each in parts])
     workers = dp.replicas.gathered(counts.astype(np.uint8).tobytes(), strategy)
-    counts = np.stack([np.frombuffer(each, np.uint8).reshape(2, 60) for each in workers])
+    counts = np.stack([np.frombuffer(each, np.uint8).reshape(3, 60) for each in workers])
     np.testing.assert_array_equal(np.sum(counts > 0, axis=0), 1)  # missing one: 5 in 10^11
-    np.testing.assert_array_equal(np.sum(counts[:, 1], axis=0), 1)
+    np.testing.assert_array_equal(np.sum(counts[:, 1:], axis=0), 1)
+    assert (np.ptp(counts[:, 2].reshape(2, 15, 4), axis=2) == 0).all()  # a user is at one worker
     assert abs(int(counts[:, 0].sum()) - 1200) < 6.2 * (60 * 40 / 4) ** 0.5  # binomial; 6 in 10^10
 
 

@@ -1,5 +1,6 @@
 """Random configurations (tests/fuzzing.py); tox runs thousands of them, this a few."""
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.fuzzing import RULES, check, configurations
@@ -15,7 +16,8 @@ def test_trains_as_accounted_or_is_refused(configuration):
     check(configuration)
 
 
-def test_every_rule_trains():
+@pytest.mark.parametrize("users", [False, True], ids=["examples", "users"])
+def test_every_rule_trains(users):
     """So that the test above does not pass because everything is refused."""
     plain = {
         "second_moment": "post_processing", "ablation": None, "wrapped": "lion",
@@ -23,6 +25,7 @@ def test_every_rule_trains():
         "adjacency": "add_or_remove_one", "clipping": "flat", "normalize": False,
         "schedule": None, "policy": "float32", "model": "dense", "secure": False,
         "physical": None, "public": True, "weighted": False, "scale": 30.0, "seed": 0,
+        "users": users,
     }  # fmt: skip
     for rule in RULES:
         assert check(plain | {"rule": rule}) is None, rule

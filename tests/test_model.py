@@ -427,11 +427,11 @@ def test_arrays_count_as_shuffled_without_the_validation_split():
 def test_batch_sizes_of_data_and_optimizer_must_agree():
     model = functional()
     model.compile(_sgd(), "mse")
-    with pytest.raises(ValueError, match="batch size of 4.*batch_size=8"):
+    with pytest.raises(ValueError, match="batch_size=8.*batch_size=4"):
         model.fit(dp.data.poisson_batches((X, Y), 4), verbose=0)
-    with pytest.raises(ValueError, match="batch size of 4.*batch_size=8"):
+    with pytest.raises(ValueError, match="batch_size=8.*batch_size=4"):
         model.fit(X, Y, batch_size=4, verbose=0)
-    with pytest.raises(ValueError, match="batch size of 4.*batch_size=8"):
+    with pytest.raises(ValueError, match="batch_size=8.*batch_size=4"):
         model.sampling = Sampling.poisson(N, 4)
 
 
@@ -441,7 +441,7 @@ def test_batch_sizes_must_agree_where_the_noise_was_calibrated_too():
     dp.accounting.calibrate(optimizer, Sampling.shuffled(N, B), 6, epsilon=20.0, delta=DELTA)
     model = functional()
     model.compile(optimizer, "mse")
-    with pytest.raises(ValueError, match="batch size of 24.*batch_size=8"):
+    with pytest.raises(ValueError, match="batch_size=8.*batch_size=24"):
         model.fit(X, Y, batch_size=N, verbose=0)
 
 
@@ -451,9 +451,9 @@ def test_batch_sizes_are_compared_again_after_compiling_anew():
     model.compile(_sgd(), "mse")
     model.fit(batches, verbose=0)
     model.compile(_sgd(batch_size=4), "mse")
-    with pytest.raises(ValueError, match="batch size of 8.*batch_size=4"):
+    with pytest.raises(ValueError, match="batch_size=4.*batch_size=8"):
         model.train_on_batch(X, Y)
-    with pytest.raises(ValueError, match="batch size of 8.*batch_size=4"):
+    with pytest.raises(ValueError, match="batch_size=4.*batch_size=8"):
         model.fit(batches, verbose=0)
     assert model.ledger.steps == 3
 

@@ -15,8 +15,7 @@ from dp_keras_opt.accounting.accountant import (
     quiet,
 )
 from dp_keras_opt.accounting.events import MAX_DISTINCT
-from dp_keras_opt.accounting.ledger import check_sampling
-from dp_keras_opt.accounting.sampling import whole_number
+from dp_keras_opt.accounting.sampling import check_sampling, whole_number
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.noise import schedules
 

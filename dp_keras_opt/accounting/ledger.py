@@ -8,7 +8,7 @@ import secrets
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
-from dp_keras_opt.accounting.sampling import Sampling, whole_number
+from dp_keras_opt.accounting.sampling import check_sampling, need_sampling, whole_number
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.noise import schedules
@@ -142,11 +142,7 @@ class Ledger:
         Raises:
             ValueError: an argument is of the wrong type.
         """
-        if not isinstance(sampling, Sampling):
-            raise ValueError(
-                f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
-                "Use e.g. Sampling.poisson(num_examples, batch_size)."
-            )
+        need_sampling(sampling)
         segment = Segment(
             run=run or secrets.token_hex(16),
             releases=tuple(releases),
@@ -235,11 +231,10 @@ class Ledger:
                 "reserved and not settled. Settle each reservation once, before `begin` or "
                 "`merge`."
             )
+        self._pending -= reserved
         if executed == reserved:
-            self._pending -= reserved
             return
         self._add(executed - reserved)
-        self._pending -= reserved
         if self._current.breaks_off and not self._pending:
             self.close()
 
@@ -400,18 +395,3 @@ def _segments(runs):
         for run, (begins, steps) in runs.items()
     ]
     return [segment for segment in segments if segment.steps]
-
-
-def check_sampling(optimizer, sampling):
-    """Refuses an optimizer whose noise does not fit batches that are sampled this way."""
-    if not isinstance(sampling, Sampling):
-        raise ValueError(
-            f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
-            "Use e.g. Sampling.poisson(num_examples, batch_size)."
-        )
-    if optimizer.batch_size != sampling.batch_size:
-        raise ValueError(
-            f"The optimizer has batch_size={optimizer.batch_size}, the sampling has "
-            f"batch_size={sampling.batch_size}. Give both the same expected batch size."
-        )
-    optimizer.check_sampling(sampling)

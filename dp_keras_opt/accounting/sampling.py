@@ -47,6 +47,9 @@ class Sampling:
         unit: the privacy unit in words, e.g. "rating" where a row of the data is a rating.
         drop_remainder: for shuffled epochs, whether an incomplete last batch is dropped.
         groups: for cyclic Poisson sampling, into how many groups the units are divided.
+        examples_per_unit: None where a unit is one example; else K where a unit is all examples of
+            one person: of a unit that is drawn at most K take part, and are clipped as one, as
+            those of `dp.data.poisson_users` are. Training refuses batches that are not so.
 
     Raises:
         ValueError: an argument is of the wrong type or out of range, or the adjacency cannot be
@@ -60,6 +63,7 @@ class Sampling:
     unit: str = "example"
     drop_remainder: bool = False
     groups: int = 1
+    examples_per_unit: int | None = None
 
     def __post_init__(self):
         if self.kind not in ADJACENCIES:
@@ -107,14 +111,42 @@ class Sampling:
                 f"batch_size={size} from one of {groups} groups of {n} {self.unit}s would need a "
                 f"sampling probability above 1. Use at most {n // size} groups, or a smaller batch."
             )
+        self._check_examples_per_unit()
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "num_examples", n)
         object.__setattr__(self, "batch_size", size)
 
+    def _check_examples_per_unit(self):
+        most = self.examples_per_unit
+        if most is None:
+            return
+        most = whole_number(most, "examples_per_unit", 1, "Give the most examples of a unit.")
+        object.__setattr__(self, "examples_per_unit", most)
+        if self.unit == "example":
+            raise ValueError(
+                f"examples_per_unit={most} says that a unit is several examples; received "
+                "unit='example'. Name what it is: unit='user'."
+            )
+
     @classmethod
-    def poisson(cls, num_examples, batch_size, adjacency="add_or_remove_one", *, unit="example"):
+    def poisson(
+        cls,
+        num_examples,
+        batch_size,
+        adjacency="add_or_remove_one",
+        *,
+        unit="example",
+        examples_per_unit=None,
+    ):
         """Each unit is in each batch independently with probability B/n (batch sizes vary)."""
-        return cls("poisson", num_examples, batch_size, adjacency, unit)
+        return cls(
+            "poisson",
+            num_examples,
+            batch_size,
+            adjacency,
+            unit,
+            examples_per_unit=examples_per_unit,
+        )
 
     @classmethod
     def without_replacement(
@@ -237,10 +269,10 @@ class Sampling:
         return self.kind == "shuffled_accounted_as_poisson"
 
     def describe(self):
-        """One sentence on what the guarantee assumes of the data pipeline."""
+        """In words, what the guarantee assumes of the data pipeline."""
         unit, n, size = self.unit, self.num_examples, self.batch_size
         chance = f"{size}/{n} = {self.sampling_probability:.4g}"
-        return {
+        drawn = {
             "poisson": f"Poisson sampling: each {unit} is in each batch independently with "
             f"probability {chance}.",
             "without_replacement": f"Sampling without replacement: each batch is a fresh, "
@@ -260,6 +292,14 @@ class Sampling:
             f"shuffled, but accounted as if each {unit} were in each batch independently with "
             f"probability {chance} (Poisson sampling); the true epsilon may be larger.",
         }[self.kind]
+        if self.examples_per_unit is None:
+            return drawn
+        return (
+            f"{drawn} Of each {unit} in a batch at most {self.examples_per_unit} examples take "
+            f"part, chosen without looking at any other {unit}; the gradient of their mean loss is "
+            f"clipped as one. Assumed: each example carries the identifier of its {unit}, each "
+            f"{unit} has one identifier, and no two share it."
+        )
 
     def get_config(self):
         """The attributes, as JSON-able values."""
@@ -269,3 +309,23 @@ class Sampling:
     def from_config(cls, config):
         """The sampling with these attributes."""
         return cls(**config)
+
+
+def need_sampling(sampling):
+    """Refuses what is no `Sampling`."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling must be a dp_keras_opt.accounting.Sampling; received {sampling!r}. "
+            "Use e.g. Sampling.poisson(num_examples, batch_size)."
+        )
+
+
+def check_sampling(optimizer, sampling):
+    """Refuses an optimizer whose noise does not fit batches that are sampled this way."""
+    need_sampling(sampling)
+    if optimizer.batch_size != sampling.batch_size:
+        raise ValueError(
+            f"The optimizer divides by batch_size={optimizer.batch_size}, the sampling has "
+            f"batch_size={sampling.batch_size}. Give both the same expected batch size."
+        )
+    optimizer.check_sampling(sampling)

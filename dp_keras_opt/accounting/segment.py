@@ -58,63 +58,55 @@ class Segment:
     @property
     def is_rounded(self):
         """Whether there are so many noise levels that `event` rounds them down."""
-        constant = isinstance(self.schedule, schedules.Constant)
-        return not constant and len(np.unique(self._alphas)) > MAX_DISTINCT
+        return len(np.unique(self._alphas)) > MAX_DISTINCT
 
     @property
     def _alphas(self):
-        return self.schedule.alphas(self.first_step, self.steps)
+        constant = isinstance(self.schedule, schedules.Constant)
+        return 1.0 if constant else self.schedule.alphas(self.first_step, self.steps)
 
     def event(self, max_distinct=MAX_DISTINCT, optimistic=False):
         """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
-        alphas = 1.0 if isinstance(self.schedule, schedules.Constant) else self._alphas
         event = segment_event(
-            self.releases, self.sampling, alphas, self.steps, max_distinct, optimistic
+            self.releases, self.sampling, self._alphas, self.steps, max_distinct, optimistic
         )
         return self.selection.event(event) if self.selection and self.steps else event
 
     def to_config(self):
         """The segment as JSON-able values."""
-        return {
-            "run": self.run,
-            "releases": [
-                {
-                    "query": release.query,
-                    "statistic": release.statistic,
-                    "multiplier": float(release.multiplier),
-                    "mechanism": keras.saving.serialize_keras_object(release.mechanism),
-                    "joint": release.joint and dataclasses.asdict(release.joint),
-                }
-                for release in self.releases
-            ],
+        releases = [
+            vars(release)
+            | {
+                "multiplier": float(release.multiplier),
+                "mechanism": keras.saving.serialize_keras_object(release.mechanism),
+                "joint": release.joint and dataclasses.asdict(release.joint),
+            }
+            for release in self.releases
+        ]
+        return vars(self) | {
+            "releases": releases,
             "schedule": keras.saving.serialize_keras_object(self.schedule),
             "sampling": self.sampling.get_config(),
             "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
-            "first_step": self.first_step,
-            "steps": self.steps,
             "selection": self.selection and dataclasses.asdict(self.selection),
         }
 
     @classmethod
     def from_config(cls, config):
         """The segment that `to_config` described."""
-        releases = tuple(
-            noise.Release(
-                **{
-                    **release,
-                    "mechanism": noise.get(release["mechanism"]),
-                    "joint": release["joint"] and noise.JointMoments(**release["joint"]),
-                }
-            )
-            for release in config["releases"]
-        )
-        selection = config.get("selection")  # ledgers of before it have none
-        return cls(
-            **{
-                **config,
-                "releases": releases,
-                "selection": selection and RandomRepetitions(**selection),
-                "schedule": schedules.get(config["schedule"]),
-                "sampling": Sampling.from_config(config["sampling"]),
+        releases = [
+            release
+            | {
+                "mechanism": noise.get(release["mechanism"]),
+                "joint": release["joint"] and noise.JointMoments(**release["joint"]),
             }
-        )
+            for release in config["releases"]
+        ]
+        selection = config.get("selection")  # ledgers of before have none
+        read = {
+            "releases": tuple(noise.Release(**release) for release in releases),
+            "schedule": schedules.get(config["schedule"]),
+            "sampling": Sampling.from_config(config["sampling"]),
+            "selection": selection and RandomRepetitions(**selection),
+        }
+        return cls(**config | read)

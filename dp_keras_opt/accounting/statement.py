@@ -25,7 +25,7 @@ _NOT_COVERED = (
     "choices driven by validation data that are not public, such as early stopping;",
     "hyper-parameter tuning: each further training run on the same data adds to the loss;",
     "preprocessing computed from the data (vocabularies, Normalization.adapt);",
-    "the number of examples, and the count of examples with non-finite gradients;",
+    "the number of {unit}s, and the count of {unit}s with non-finite gradients;",
     "floating-point effects: the proofs are about real numbers, the noise is drawn in float32.",
 )
 
@@ -54,7 +54,10 @@ def statement(ledger, delta, accountant="rdp", group_size=1):
         return "Privacy statement\n\nNo training step was taken: nothing was released.\n"
 
     sampling = segments[0].sampling
-    neighbours = _NEIGHBOURS[sampling.adjacency].format(unit=sampling.unit)
+    unit = sampling.unit
+    neighbours = _NEIGHBOURS[sampling.adjacency].format(unit=unit)
+    if sampling.examples_per_unit is not None:
+        neighbours += f"; one {unit} stands for all examples of that {unit}"
     paragraphs = [
         "Privacy statement",
         _guarantee(segments, epsilon, delta),
@@ -65,9 +68,10 @@ def statement(ledger, delta, accountant="rdp", group_size=1):
         _accounting(segments, accountant, lower, epsilon),
     ]
     if group_size > 1:
-        paragraphs.append(_group(sampling.unit, epsilon, delta, group_size))
+        paragraphs.append(_group(unit, epsilon, delta, group_size))
     filled = [textwrap.fill(paragraph, 80) for paragraph in paragraphs]
-    return "\n\n".join([*filled, _bullets("Not covered:", _NOT_COVERED)]) + "\n"
+    not_covered = [line.format(unit=unit) for line in _NOT_COVERED]
+    return "\n\n".join([*filled, _bullets("Not covered:", not_covered)]) + "\n"
 
 
 def group_privacy(epsilon, delta, size):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from dp_keras_opt.clipping import book_keeping, per_example
+from dp_keras_opt.clipping import book_keeping, per_example, users
 from dp_keras_opt.clipping.book_keeping import recording
 from dp_keras_opt.clipping.factors import rounding
 
@@ -18,7 +18,8 @@ class Batch(NamedTuple):
         x, y: inputs and targets, any structure of tensors with one row per example.
         sample_weight: None, or weights that multiply each example's loss before clipping.
         mask: None, or a boolean (B,): False for padding, which contributes exactly zero, and for
-            public rows.
+            public rows. If it is (B/K, K) instead, each K consecutive rows are those of one user,
+            who is clipped as one (`clipping/users.py`).
         public: None, or float32 (B,): for rows declared public, one over their number in the
             logical batch; 0 for all others.
     """
@@ -34,17 +35,24 @@ class Batch(NamedTuple):
         """Number of rows where it is static, else None."""
         return tf.nest.flatten(self.x)[0].shape[0]
 
+    @property
+    def rows_per_user(self):
+        """K where each K consecutive rows are clipped as one, None where each row is."""
+        by_row = self.mask is None or self.mask.shape.rank == 1
+        return None if by_row else int(self.mask.shape[1])  # never by row because K is unknown
+
 
 class ClippedSums(NamedTuple):
     """What one physical batch gives.
 
     Attributes:
         sums: for each query, one float32 tensor per trainable variable: Σ_i clip(s ⊙ g_i; C).
-            Adding or removing one row changes it by at most C in the query's norm.
+            Adding or removing one row (one user's rows, where the mask says whose they are)
+            changes it by at most C in the query's norm.
         losses: the loss of each example, (B,). Raw: for metrics only.
         y_pred: the model's outputs. Raw: for metrics only.
-        non_finite: how many examples contributed zero because their gradient was NaN or infinite.
-            A count over private data: to be shown to its owner only.
+        non_finite: how many examples (users) contributed zero because their gradient was NaN or
+            infinite. A count over private data: to be shown to its owner only.
     """
 
     sums: list
@@ -69,17 +77,21 @@ def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
 
     Guarantee: for each query the sum of two batches that differ in one row's presence differ by at
     most its `clip_norm` in the geometry of the query, up to float32 rounding, whatever the row
-    holds (NaN and infinities included).
+    holds (NaN and infinities included). With a mask (users, K) this holds for all rows of one user
+    together. Public rows belong to no user, and are answered for row by row.
     """
     batch = Batch(*tf.nest.map_structure(_tensor, tuple(batch)))
     plan = plan or book_keeping.plan(model)
     losses, y_pred, factors = per_example_gradients(model, batch, plan, loss_scale)
-    valid = tf.ones(tf.shape(losses), tf.bool) if batch.mask is None else batch.mask
+    rows = private = losses, _valid(losses, batch), factors
+    if batch.rows_per_user is not None:
+        private = users.of_users(losses, batch.mask, factors)
     sums, non_finite = [], 0
     for query in queries:
         groups = clip_groups(model, query)
-        norms = norms_by_group(query, factors, groups, tf.shape(losses)[0])
-        finite = tf.reduce_all(tf.math.is_finite([losses, *norms]), axis=0)
+        unit_losses, valid, factors = rows if query.rows == "public" else private
+        norms = norms_by_group(query, factors, groups, tf.shape(unit_losses)[0])
+        finite = tf.reduce_all(tf.math.is_finite([unit_losses, *norms]), axis=0)
         if query.rows == "public":
             weights = [tf.where(finite, batch.public, 0.0)] * len(factors)
         else:
@@ -213,11 +225,20 @@ def per_example_gradients(model, batch, plan, loss_scale=1.0):
     return losses, y_pred, _factors(model, batch, calls, deltas, loss_scale)
 
 
+def _valid(losses, batch):
+    """Which rows are private and no padding, (B,)."""
+    return tf.fill(tf.shape(losses), True) if batch.mask is None else tf.reshape(batch.mask, [-1])
+
+
 def _counted(losses, batch):
-    """The losses of the rows that some query may ask for, 0 for padding."""
+    """What the rows that some query may ask for add to the objective, 0 for padding."""
     if batch.mask is None:
         return losses
-    rows = batch.mask if batch.public is None else batch.mask | (batch.public > 0)
+    rows = _valid(losses, batch)
+    if batch.public is not None:
+        rows |= batch.public > 0
+    if batch.rows_per_user is not None:
+        losses *= tf.cast(users.shares(batch.mask), losses.dtype)
     return tf.where(rows, losses, 0.0)
 
 

@@ -69,6 +69,11 @@ def _sum_to(tensor, shape):
     return Materialized(tf.reshape(tf.reduce_sum(tensor, axis=axes), (sizes_of(tensor)[0], *shape)))
 
 
+def _bias(layer, deltas):
+    if layer.bias is not None:
+        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+
+
 def _flat(tensor):
     """(B, ..., C) as (B, 1, T, C), one group of T positions; T = 1 for (B, C)."""
     rows, *positions, last = sizes_of(tensor)
@@ -91,8 +96,7 @@ def dense(layer, deltas, inputs):
             Outer(_flat(inputs), _flat(tf.tensordot(scaled, b, [[-1], [1]])), a.shape),
         )
         yield layer.lora_kernel_b, Outer(_flat(tf.tensordot(inputs, a, 1)), _flat(scaled), b.shape)
-    if layer.bias is not None:
-        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+    yield from _bias(layer, deltas)
 
 
 def _lora(variable_a, variable_b, layer, deltas):
@@ -138,8 +142,7 @@ def einsum_dense(layer, deltas, inputs):
         low = tf.einsum(f"{source},{kernel_a}->{middle}", inputs, a)
         equation = (middle, rank + last, output)
         yield layer.lora_kernel_b, _einsum_factor(equation, low, scaled, b.shape)
-    if layer.bias is not None:
-        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+    yield from _bias(layer, deltas)
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -241,8 +244,7 @@ def convolution(layer, deltas, inputs):
     grouped = tf.transpose(grouped, (0, 2, 1, 3))
     layout = (groups, size, channels, filters // groups)
     yield layer.kernel, Outer(patches, grouped, layer.kernel.shape, layout, (1, 2, 0, 3))
-    if layer.bias is not None:
-        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+    yield from _bias(layer, deltas)
 
 
 @rule(
@@ -259,8 +261,7 @@ def transposed_convolution(layer, deltas, inputs):
     rows, places, *_ = sizes_of(patches)
     patches = tf.reshape(patches, (rows, 1, places, math.prod(window) * filters))
     yield layer.kernel, Outer(patches, _flat(inputs), layer.kernel.shape)
-    if layer.bias is not None:
-        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+    yield from _bias(layer, deltas)
 
 
 @rule(layers.DepthwiseConv1D, layers.DepthwiseConv2D)
@@ -268,8 +269,7 @@ def depthwise_convolution(layer, deltas, inputs):
     """One kernel per channel: small enough to write the gradients down."""
     inputs, deltas = channels_last(layer, inputs), channels_last(layer, deltas)
     yield layer.kernel, Materialized(depthwise_gradients(layer, inputs, deltas, layer.kernel.shape))
-    if layer.bias is not None:
-        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+    yield from _bias(layer, deltas)
 
 
 @rule(layers.SeparableConv1D, layers.SeparableConv2D)
@@ -290,8 +290,7 @@ def separable_convolution(layer, deltas, inputs):
     yield pointwise, Outer(_flat(middle), _flat(deltas), pointwise.shape)
     gradients = depthwise_gradients(layer, inputs, middle_deltas, depthwise.shape)
     yield depthwise, Materialized(gradients)
-    if layer.bias is not None:
-        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+    yield from _bias(layer, deltas)
 
 
 # Layers that are linear in a scale γ and an offset β, coordinate by coordinate.
