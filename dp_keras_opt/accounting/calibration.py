@@ -1,5 +1,6 @@
-"""The least noise that meets a privacy budget."""
+"""The least noise, and the largest batches, that meet a privacy budget."""
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -15,7 +16,7 @@ from dp_keras_opt.accounting.accountant import (
     quiet,
 )
 from dp_keras_opt.accounting.events import MAX_DISTINCT
-from dp_keras_opt.accounting.ledger import Segment, check_sampling
+from dp_keras_opt.accounting.ledger import Ledger, Segment, check_sampling
 from dp_keras_opt.accounting.sampling import whole_number
 from dp_keras_opt.noise import schedules
 
@@ -24,7 +25,7 @@ _TOLERANCE = 3e-5  # relative
 _ROUGHLY = 16  # distinct schedule factors in the first, quick search
 
 
-def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
+def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp", spent=None):
     """Finds the smallest noise multiplier that meets the budget, and sets it.
 
     Args:
@@ -35,24 +36,19 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         epsilon: the budget at `delta`, positive and finite.
         delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
         accountant: "rdp", "pld" or "pure".
+        spent: None, or a `Ledger` of what was spent before: the budget is for all of it together.
 
     Returns:
         The noise multiplier, a float. Guaranteed: `epsilon(optimizer, ...)` with these arguments
-        is at most the budget; within 1e-4, relative, no smaller multiplier meets it.
+        is at most the budget; within 1e-4, relative, no smaller multiplier meets it. With `spent`,
+        the same of the epsilon of its steps and these.
 
     Raises:
         ValueError: an argument is out of range; the optimizer and the sampling disagree on the
-            batch size; the budget cannot be met.
+            batch size; the budget cannot be met, or is spent already.
     """
     steps = whole_number(steps, "steps", 1, "Give the number of training steps.")
-    if (
-        isinstance(epsilon, bool)
-        or not isinstance(epsilon, numbers.Real)
-        or not 0 < epsilon < math.inf
-    ):
-        raise ValueError(
-            f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
-        )
+    _check_budget(epsilon)
     check_sampling(optimizer, sampling)
     make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
     private = [release for release in optimizer.releases_for(1.0) if not release.is_public]
@@ -68,7 +64,7 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
         return Segment("planned", releases, schedule, sampling, steps=steps)
 
     check_delta(delta, [segment(1.0)], accountant)
-    accountant = name_for(accountant, segment(1.0))
+    requested, accountant = accountant, name_for(accountant, segment(1.0))
 
     def search(accountant, max_distinct, start, factor):
         def event(log_multiplier):
@@ -117,11 +113,121 @@ def calibrate(optimizer, sampling, steps, epsilon, delta, accountant="rdp"):
             multiplier = search(
                 accountant, MAX_DISTINCT, multiplier, 2.0 if rough == "pure" else 1.1
             )
-    while compose([segment(multiplier)], delta, accountant) > epsilon:
+    past = [each for each in spent.segments if each.steps] if spent else []
+    if past:
+        multiplier = _beside(past, segment, multiplier, epsilon, delta, requested)
+    while compose([*past, segment(multiplier)], delta, requested) > epsilon:
         multiplier *= 1 + _TOLERANCE
     optimizer.noise_multiplier = multiplier
     optimizer.calibrated_for = sampling
     return multiplier
+
+
+def _beside(past, segment, alone, epsilon, delta, accountant):
+    """The noise multiplier for a budget of which the segments `past` have had their part.
+
+    Args:
+        past: segments.
+        segment: function of a noise multiplier that gives the segment to come.
+        alone: the multiplier that meets the budget without them, where the search begins.
+    """
+    before = compose(past, delta, accountant)
+    if before >= epsilon:
+        raise ValueError(
+            f"epsilon={epsilon} is spent already: earlier steps have had {before:.4g}. Raise the "
+            "budget, or stop here."
+        )
+
+    @functools.cache
+    def excess(log_multiplier):
+        together = [*past, segment(math.exp(log_multiplier))]
+        return compose(together, delta, accountant) - epsilon
+
+    low = high = math.log(alone)
+    while excess(high) > 0:
+        low, high = high, high + math.log(2.0)
+        if high > math.log(_MOST):
+            raise ValueError(
+                f"epsilon={epsilon} cannot be met: earlier steps have had {before:.4g} of it, and "
+                "no noise is enough for the rest. Raise epsilon or delta, or take fewer steps."
+            )
+    if low == high:
+        return alone
+    return math.exp(optimize.brentq(excess, low, high, xtol=_TOLERANCE / 2))
+
+
+def affordable_batch_size(
+    optimizer, sampling, epsilon, delta, accountant="rdp", *, steps=None, epochs=None
+):
+    """The largest expected batch size whose training meets the budget, at the noise given.
+
+    Noise and sum are both divided by the batch size, so that larger batches have less noise in
+    the mean gradient; they also are amplified less.
+
+    Args:
+        optimizer: an optimizer of `dp_keras_opt.optimizers` with its noise multiplier; its
+            `batch_size` does not matter, and nothing of it is changed.
+        sampling: the `Sampling`, whose `batch_size` does not matter; not of full batches.
+        epsilon: the budget at `delta`, positive and finite.
+        delta: as in `epsilon`.
+        accountant: "rdp", "pld" or "pure".
+        steps: number of training steps, whatever the batch size; or
+        epochs: number of passes over the data, of `sampling.steps_per_epoch` steps each.
+
+    Returns:
+        An integer. Guaranteed: training with it meets the budget. For a number of steps no larger
+        one does. For epochs a much larger one may, since an epoch is rounded to whole steps.
+
+    Raises:
+        ValueError: an argument is out of range; not even batches of one meet the budget.
+    """
+    if (steps is None) == (epochs is None):
+        raise ValueError("Give steps or epochs, and not both.")
+    if epochs is None:
+        length = whole_number(steps, "steps", 1, "Give the number of training steps.")
+    else:
+        length = whole_number(epochs, "epochs", 1, "Give the number of passes over the data.")
+    if sampling.kind == "full":
+        raise ValueError("Full batches have no size to choose. Use another kind of sampling.")
+    _check_budget(epsilon)
+
+    @functools.cache
+    def meets(size):
+        sampled = dataclasses.replace(sampling, batch_size=size)
+        resized = type(optimizer).from_config({**optimizer.get_config(), "batch_size": size})
+        count = length if epochs is None else length * sampled.steps_per_epoch
+        return Ledger.of(resized, sampled, count).epsilon(delta, accountant) <= epsilon
+
+    most = sampling.num_examples // sampling.groups
+    if not meets(1):
+        raise ValueError(
+            f"epsilon={epsilon} cannot be met with this noise: batches of one exceed it already. "
+            "Raise epsilon, delta or the noise multiplier, or take fewer steps."
+        )
+    size = _largest(meets, 1, most)
+    while epochs and size < most:  # on to sizes that make an epoch a step shorter
+        shorter = dataclasses.replace(sampling, batch_size=size).steps_per_epoch - sampling.groups
+        start = math.ceil(sampling.num_examples / shorter) if shorter > 0 else most + 1
+        if not size < start <= most or not meets(start):
+            break
+        size = _largest(meets, start, most)
+    return size
+
+
+def _largest(meets, low, high):
+    """The last number before the first that does not meet the budget, where all before it do."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if meets(middle) else (low, middle - 1)
+    return low
+
+
+def _check_budget(epsilon):
+    is_number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
+    if not is_number or not 0 < epsilon < math.inf:
+        raise ValueError(
+            f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
+        )
 
 
 def _bracket(meets, epsilon, start, factor):
