@@ -19,7 +19,7 @@ def add_arguments(parser):
         help="the column or array to predict; needed for CSV, elsewhere default: y",
     )  # fmt: skip
     parser.add_argument(
-        "--feature", action="append", default=[], metavar="NAME:SHAPE:TYPE",
+        "--feature", action="append", default=[], dest="features", metavar="NAME:SHAPE:TYPE",
         help="of a TFRecord file, e.g. image:28x28:float32 or y::int64; may be repeated",
     )  # fmt: skip
     parser.add_argument(
@@ -57,6 +57,36 @@ def load(path, target=None, features=(), schema=None):
         described = _described(features, schema)
         return _checked(path, *_parted(path, _tfrecord(path, described), target))
     raise UsageError(f"{path} is none of .npz, .csv and .tfrecord, which can be read.")
+
+
+def check_alike(path, data, like, other):
+    """Refuses data of another form than the training data, which it is to be used beside.
+
+    Args:
+        path: of the file that `data` was loaded from.
+        data: (x, y).
+        like: path of the training data.
+        other: their (x, y).
+
+    Raises:
+        FileError: the arrays, their shapes, or the columns and their order are others.
+    """
+    forms = _form(path, data), _form(like, other)
+    if forms[0] != forms[1]:
+        raise FileError(f"{path} has {forms[0]}, but {like} has {forms[1]}. Give both one form.")
+
+
+def _form(path, data):
+    """The arrays of a data set in words: their names, or columns, and shapes of an example."""
+    if pathlib.Path(path).suffix == ".csv":
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            return f"columns {', '.join(next(row for row in csv.reader(file) if row))}"
+    arrays = {
+        f"{part}_{name}": array
+        for part, given in zip("xy", data, strict=True)
+        for name, array in (given if isinstance(given, dict) else {"": given}).items()
+    }
+    return ", ".join(f"{name.rstrip('_')} {array.shape[1:]}" for name, array in arrays.items())
 
 
 def _checked(path, x, y):

@@ -33,7 +33,9 @@ def make_parser():
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"dp-keras-opt {dp.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True
+    )
     for name in COMMANDS:
         importlib.import_module(f"dp_keras_opt.cli.{name}").add_parser(commands)
     return parser

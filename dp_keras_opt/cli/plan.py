@@ -1,6 +1,7 @@
 """Before training: `epsilon`, what it would cost, and `calibrate`, what a budget affords."""
 
 import math
+import textwrap
 
 import dp_keras_opt as dp
 from dp_keras_opt.cli import arguments as args
@@ -113,9 +114,9 @@ def _result(arguments, optimizer, sampling, steps, spent, found=None):
     shown = "infinite, NO DIFFERENTIAL PRIVACY," if math.isinf(spent) else rounded_up(spent)
     lines = [
         f"epsilon = {shown} at delta = {arguments.delta:g}",
-        f"{data['optimizer']}: {steps} steps of {releases} private release"
-        f"{'s' * (releases != 1)}, noise multiplier {optimizer.noise_multiplier:.6g}, expected "
-        f"batch size {sampling.batch_size}.",
+        f"{data['optimizer']}: {steps} steps with {releases} private release"
+        f"{'s' * (releases != 1)} each, noise multiplier {optimizer.noise_multiplier:.6g}, "
+        f"expected batch size {sampling.batch_size}.",
         sampling.describe(),
     ]
     if found is not None:
@@ -124,4 +125,4 @@ def _result(arguments, optimizer, sampling, steps, spent, found=None):
         if isinstance(value, float):  # up, so that it still meets the budget
             value = f"{math.ceil(value * 1e6) / 1e6:.6f}"
         lines.insert(0, f"{found} = {value}")
-    return Result(data, "\n".join(lines))
+    return Result(data, "\n".join(textwrap.fill(line, 80) for line in lines))

@@ -5,6 +5,8 @@ from dp_keras_opt.cli import arguments as args
 from dp_keras_opt.cli import models, plan
 from dp_keras_opt.cli.results import Result, UsageError, table
 
+_OF_A_PLAN = ("num_examples", "batch_size", "steps", "epochs", "noise_multiplier")
+
 
 def add_parser(subparsers):
     """Adds `statement` and `ledger`."""
@@ -35,16 +37,16 @@ def _add_group_size(parser):
 
 def statement(arguments):
     """The `Result` of `statement`."""
-    if arguments.file is None:
-        if arguments.num_examples is None:
-            raise UsageError("Give FILE, or a planned run: --num-examples and so on.")
+    if arguments.file is not None:
+        if any(getattr(arguments, name) is not None for name in _OF_A_PLAN):
+            raise UsageError("Give FILE or a planned run (--num-examples), and not both.")
+        spent = models.ledger(arguments.file, arguments.modules)
+    elif arguments.num_examples is None:
+        raise UsageError("Give FILE, or a planned run: --num-examples and so on.")
+    else:
         args.need(arguments, "length", "noise_multiplier")
         sampling, steps, optimizer = plan.planned_run(arguments)
         spent = dp.accounting.Ledger.of(optimizer, sampling, steps)
-    elif arguments.num_examples is not None:
-        raise UsageError("Give FILE or a planned run (--num-examples), and not both.")
-    else:
-        spent = models.ledger(arguments.file, arguments.modules)
     data, text = _stated(arguments, spent)
     return Result(data, text)
 

@@ -71,10 +71,7 @@ def train(arguments):
         )
     _check_names(arguments)
     model = _private_model(arguments)
-    data, validation, public = (
-        path and _load(arguments, path)
-        for path in (arguments.data, arguments.validation, arguments.public)
-    )
+    data, validation, public = _load(arguments)
     batches = _batches(arguments, data, public)
     _attach_ledger(arguments, model)
     try:
@@ -115,8 +112,15 @@ def _private_model(arguments):
     return model
 
 
-def _load(arguments, path):
-    return datasets.load(path, arguments.target, arguments.feature, arguments.schema)
+def _load(arguments):
+    """(x, y) of the training data, and of validation and public data or None."""
+    options = {name: getattr(arguments, name) for name in ("target", "features", "schema")}
+    loaded = [datasets.load(arguments.data, **options)]
+    for path in (arguments.validation, arguments.public):
+        loaded.append(path and datasets.load(path, **options))
+        if path:
+            datasets.check_alike(path, loaded[-1], arguments.data, loaded[0])
+    return loaded
 
 
 def _batches(arguments, data, public):
