@@ -1,5 +1,6 @@
-"""The least noise that meets a privacy budget."""
+"""The least noise, and the largest batches, that meet a privacy budget."""
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -15,6 +16,7 @@ from dp_keras_opt.accounting.accountant import (
     quiet,
 )
 from dp_keras_opt.accounting.events import MAX_DISTINCT
+from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.sampling import check_sampling, whole_number
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.noise import schedules
@@ -25,7 +27,16 @@ _ROUGHLY = 16  # distinct schedule factors in the first, quick search
 
 
 def calibrate(
-    optimizer, sampling, steps, epsilon, delta, accountant="rdp", *, runs=1, selection=None
+    optimizer,
+    sampling,
+    steps,
+    epsilon,
+    delta,
+    accountant="rdp",
+    *,
+    spent=None,
+    runs=1,
+    selection=None,
 ):
     """Finds the smallest noise multiplier that meets the budget, and sets it.
 
@@ -37,28 +48,23 @@ def calibrate(
         epsilon: the budget at `delta`, positive and finite.
         delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
         accountant: "rdp", "pld" or "pure".
+        spent: None, or a `Ledger` of what was spent before: the budget is for all of it together.
         runs: how many such trainings on the same data the budget is for, all of them published.
         selection: None, or the `RandomRepetitions` of such trainings of which the best is
             published.
 
     Returns:
         The noise multiplier, a float. Guaranteed: `epsilon(optimizer, ...)` with these arguments
-        is at most the budget; within 1e-4, relative, no smaller multiplier meets it.
+        is at most the budget; within 1e-4, relative, no smaller multiplier meets it. With `spent`,
+        `runs` or `selection`, the same of the epsilon of all steps together.
 
     Raises:
         ValueError: an argument is out of range; the optimizer and the sampling disagree on the
-            batch size; the budget cannot be met.
+            batch size; the budget cannot be met, or is spent already.
     """
     steps = whole_number(steps, "steps", 1, "Give the number of training steps.")
     runs = whole_number(runs, "runs", 1, "Give the number of trainings.")
-    if (
-        isinstance(epsilon, bool)
-        or not isinstance(epsilon, numbers.Real)
-        or not 0 < epsilon < math.inf
-    ):
-        raise ValueError(
-            f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
-        )
+    _check_budget(epsilon)
     check_sampling(optimizer, sampling)
     make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
     private = [release for release in optimizer.releases_for(1.0) if not release.is_public]
@@ -73,19 +79,21 @@ def calibrate(
         releases = optimizer.releases_for(multiplier)
         return Segment("planned", releases, schedule, sampling, steps=steps, selection=selection)
 
-    def spent(multiplier):
-        return compose([segment(multiplier)] * runs, delta, accountant)
+    past = [each for each in spent.segments if each.steps] if spent else []
+
+    def total(multiplier, past=past):
+        return compose([*past, *[segment(multiplier)] * runs], delta, accountant)
 
     check_delta(delta, [segment(1.0)], accountant)
-    accountant = name_for(accountant, segment(1.0))
+    name = name_for(accountant, segment(1.0))
 
-    def search(accountant, max_distinct, start, factor):
+    def search(name, max_distinct, start, factor):
         def event(log_multiplier):
             once = segment(math.exp(log_multiplier)).event(max_distinct)
             return dp_accounting.SelfComposedDpEvent(once, runs)
 
         def fresh():
-            return make_accountant(accountant, sampling)
+            return make_accountant(name, sampling)
 
         @functools.cache
         def meets(multiplier):
@@ -107,7 +115,7 @@ def calibrate(
         """From a rough answer, in few evaluations: many distinct factors are slow to price."""
 
         def excess(log_multiplier):
-            return math.log(spent(math.exp(log_multiplier)) / epsilon)
+            return math.log(total(math.exp(log_multiplier), past=()) / epsilon)
 
         start = math.log(rough)
         start_excess = excess(start)
@@ -121,16 +129,122 @@ def calibrate(
         multiplier = search(rough, _ROUGHLY, 1.0, 2.0)
         if not isinstance(schedule, schedules.Constant):
             multiplier = refine(multiplier)
-        elif accountant != rough:
+        elif name != rough:
             # Sums of pure epsilons can be far from the other accountants' answer.
-            multiplier = search(
-                accountant, MAX_DISTINCT, multiplier, 2.0 if rough == "pure" else 1.1
-            )
-    while spent(multiplier) > epsilon:
+            multiplier = search(name, MAX_DISTINCT, multiplier, 2.0 if rough == "pure" else 1.1)
+    if past:
+        multiplier = _beside(compose(past, delta, accountant), total, multiplier, epsilon)
+    while total(multiplier) > epsilon:
         multiplier *= 1 + _TOLERANCE
     optimizer.noise_multiplier = multiplier
     optimizer.calibrated_for = sampling
     return multiplier
+
+
+def _beside(before, total, alone, epsilon):
+    """The noise multiplier for a budget of which earlier steps have had their part.
+
+    Args:
+        before: their epsilon.
+        total: function of a noise multiplier that gives the epsilon of all steps.
+        alone: the multiplier that meets the budget without them, where the search begins.
+        epsilon: the budget.
+    """
+    if before >= epsilon:
+        raise ValueError(
+            f"epsilon={epsilon} is spent already: earlier steps have had {before:.4g}. Raise the "
+            "budget, or stop here."
+        )
+
+    @functools.cache
+    def excess(log_multiplier):
+        return total(math.exp(log_multiplier)) - epsilon
+
+    low = high = math.log(alone)
+    while excess(high) > 0:
+        low, high = high, high + math.log(2.0)
+        if high > math.log(_MOST):
+            raise ValueError(
+                f"epsilon={epsilon} cannot be met: earlier steps have had {before:.4g} of it, and "
+                "no noise is enough for the rest. Raise epsilon or delta, or take fewer steps."
+            )
+    if low == high:
+        return alone
+    return math.exp(optimize.brentq(excess, low, high, xtol=_TOLERANCE / 2))
+
+
+def affordable_batch_size(
+    optimizer, sampling, epsilon, delta, accountant="rdp", *, steps=None, epochs=None
+):
+    """The largest expected batch size whose training meets the budget, at the noise given.
+
+    Noise and sum are both divided by the batch size, so that larger batches have less noise in
+    the mean gradient; they also are amplified less.
+
+    Args:
+        optimizer: an optimizer of `dp_keras_opt.optimizers` with its noise multiplier; its
+            `batch_size` does not matter, and nothing of it is changed.
+        sampling: the `Sampling`, whose `batch_size` does not matter; not of full batches.
+        epsilon: the budget at `delta`, positive and finite.
+        delta: as in `epsilon`.
+        accountant: "rdp", "pld" or "pure".
+        steps: number of training steps, whatever the batch size; or
+        epochs: number of passes over the data, of `sampling.steps_per_epoch` steps each.
+
+    Returns:
+        An integer. Guaranteed: training with it meets the budget. For a number of steps no larger
+        one does. For epochs a much larger one may, since an epoch is rounded to whole steps.
+
+    Raises:
+        ValueError: an argument is out of range; not even batches of one meet the budget.
+    """
+    if (steps is None) == (epochs is None):
+        raise ValueError("Give steps or epochs, and not both.")
+    if epochs is None:
+        length = whole_number(steps, "steps", 1, "Give the number of training steps.")
+    else:
+        length = whole_number(epochs, "epochs", 1, "Give the number of passes over the data.")
+    if sampling.kind == "full":
+        raise ValueError("Full batches have no size to choose. Use another kind of sampling.")
+    _check_budget(epsilon)
+
+    @functools.cache
+    def meets(size):
+        sampled = dataclasses.replace(sampling, batch_size=size)
+        resized = type(optimizer).from_config({**optimizer.get_config(), "batch_size": size})
+        count = length if epochs is None else length * sampled.steps_per_epoch
+        return Ledger.of(resized, sampled, count).epsilon(delta, accountant) <= epsilon
+
+    most = sampling.num_examples // sampling.groups
+    if not meets(1):
+        raise ValueError(
+            f"epsilon={epsilon} cannot be met with this noise: batches of one exceed it already. "
+            "Raise epsilon, delta or the noise multiplier, or take fewer steps."
+        )
+    size = _largest(meets, 1, most)
+    while epochs and size < most:  # on to sizes that make an epoch a step shorter
+        shorter = dataclasses.replace(sampling, batch_size=size).steps_per_epoch - sampling.groups
+        start = math.ceil(sampling.num_examples / shorter) if shorter > 0 else most + 1
+        if not size < start <= most or not meets(start):
+            break
+        size = _largest(meets, start, most)
+    return size
+
+
+def _largest(meets, low, high):
+    """The last number before the first that does not meet the budget, where all before it do."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if meets(middle) else (low, middle - 1)
+    return low
+
+
+def _check_budget(epsilon):
+    is_number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
+    if not is_number or not 0 < epsilon < math.inf:
+        raise ValueError(
+            f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
+        )
 
 
 def _bracket(meets, epsilon, start, factor):

@@ -97,7 +97,7 @@ def _guarantee(segments, epsilon, delta):
         )
     heuristic = " (HEURISTIC, not proven: see the sampling below)"
     return (
-        f"Guarantee: differential privacy for one {unit} with epsilon = {_up(epsilon)} at "
+        f"Guarantee: differential privacy for one {unit} with epsilon = {rounded_up(epsilon)} at "
         f"delta = {delta:g}{heuristic if any(s.sampling.is_heuristic for s in segments) else ''}."
     )
 
@@ -162,13 +162,13 @@ def _group(unit, epsilon, delta, size):
             "follows. Choose a smaller delta or more noise."
         )
     return (
-        f"Groups: for any {size} {unit}s together, epsilon = {_up(group_epsilon)} at "
+        f"Groups: for any {size} {unit}s together, epsilon = {rounded_up(group_epsilon)} at "
         f"delta = {decimal.Context(3, decimal.ROUND_CEILING).create_decimal(group_delta):.2e}."
     )
 
 
-def _up(epsilon):
-    """Three decimals, rounded up, so that the text never claims less than was spent."""
+def rounded_up(epsilon):
+    """Three decimals, rounded up, so that a text never claims less than was spent."""
     return str(decimal.Decimal(epsilon).quantize(decimal.Decimal("0.001"), decimal.ROUND_CEILING))
 
 

@@ -43,6 +43,16 @@ __all__ = [
 ]
 
 
+def classes():
+    """All private optimizers by their names in lower case."""
+    exported = {name: globals()[name] for name in __all__ if name != "PrivateOptimizer"}
+    return {
+        name.lower(): cls
+        for name, cls in exported.items()
+        if isinstance(cls, type) and issubclass(cls, PrivateOptimizer)
+    }
+
+
 def get(identifier, **kwargs):
     """Resolves the name of a private optimizer, its configuration, or an optimizer object.
 
@@ -54,12 +64,7 @@ def get(identifier, **kwargs):
         ValueError: no private optimizer is meant.
     """
     if isinstance(identifier, str):
-        exported = {name: globals()[name] for name in __all__ if name != "PrivateOptimizer"}
-        known = {
-            name.lower(): cls
-            for name, cls in exported.items()
-            if isinstance(cls, type) and issubclass(cls, PrivateOptimizer)
-        }
+        known = classes()
         if identifier.lower() not in known:
             raise ValueError(f"optimizer {identifier!r} is not known; use one of {sorted(known)}.")
         return known[identifier.lower()](**kwargs)

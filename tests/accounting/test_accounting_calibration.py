@@ -2,8 +2,8 @@ import dp_accounting
 import numpy as np
 import pytest
 
-from dp_keras_opt import accounting
-from dp_keras_opt.accounting import Sampling
+from dp_keras_opt import accounting, optimizers
+from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.noise import schedules
 
 DELTA = 1e-6
@@ -94,3 +94,81 @@ def test_refuses_what_is_released_without_noise(make_optimizer):
         accounting.calibrate(
             make_optimizer(ratios=(1.0, 0.0)), Sampling.poisson(1000, 64), 10, 1.0, DELTA
         )
+
+
+def poisson_epsilon(*parts):
+    """Epsilon of (noise multiplier, steps, sampling probability), by dp_accounting alone."""
+    accountant = dp_accounting.rdp.RdpAccountant()
+    for multiplier, steps, probability in parts:
+        event = dp_accounting.GaussianDpEvent(multiplier)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(probability, event), steps)
+    return accountant.get_epsilon(DELTA)
+
+
+def test_beside_what_was_spent_it_is_the_least(make_optimizer):
+    sampling, before = Sampling.poisson(6400, 64), make_optimizer(noise_multiplier=2.0)
+    spent, optimizer = Ledger.of(before, sampling, 100), make_optimizer()
+    found = accounting.calibrate(optimizer, sampling, 50, 1.0, DELTA, spent=spent)
+    past = (2.0, 100, 0.01)
+    assert poisson_epsilon(past, (found, 50, 0.01)) <= 1.0
+    assert poisson_epsilon(past, (found * (1 - 1e-4), 50, 0.01)) > 1.0
+    assert accounting.calibrate(make_optimizer(), sampling, 50, 1.0, DELTA, spent=Ledger()) < found
+
+
+@pytest.mark.parametrize(("budget", "message"), [(0.1, "is spent already"), (0.41, "for the rest")])
+def test_what_was_spent_can_leave_nothing(make_optimizer, budget, message):
+    sampling, before = Sampling.poisson(6400, 64), make_optimizer(noise_multiplier=2.0)
+    spent = Ledger.of(before, sampling, 100)
+    budget = budget if budget < 0.4 else spent.epsilon(DELTA) * (1 + 1e-14)
+    with pytest.raises(ValueError, match=message):
+        accounting.calibrate(make_optimizer(), sampling, 10**6, budget, DELTA, spent=spent)
+
+
+def test_beside_other_noise_it_composes_as_the_ledger_does():
+    sampling = Sampling.full(100)
+    before = optimizers.DPSGD(clip_norm=1.0, batch_size=100, noise="laplace", noise_multiplier=20.0)
+    spent = Ledger.of(before, sampling, 10)  # pure: 10/20
+    optimizer = optimizers.DPSGD(clip_norm=1.0, batch_size=100)
+    accounting.calibrate(optimizer, sampling, 10, 2.0, 1e-3, spent=spent)
+    alone = Ledger.of(optimizer, sampling, 10).epsilon(1e-3)
+    assert 1.499 < alone <= 1.5
+
+
+N = 60
+
+
+@pytest.mark.parametrize("length", [{"steps": 30}, {"epochs": 3}])
+@pytest.mark.parametrize("budget", [3.0, 5.0, 1e3])
+def test_the_affordable_batch_size_is_the_largest(length, budget):
+    def spent(size):
+        steps = length.get("steps") or 3 * -(-N // size)
+        return poisson_epsilon((2.0, steps, size / N))
+
+    optimizer = optimizers.DPSGD(clip_norm=1.0, batch_size=7, noise_multiplier=2.0)
+    found = accounting.affordable_batch_size(
+        optimizer, Sampling.poisson(N, 1), budget, DELTA, **length
+    )
+    assert spent(found) <= budget and optimizer.batch_size == 7
+    larger = {found + 1, (found + N) // 2, N} - {found, N + 1}
+    if "epochs" in length:  # as many steps as it has
+        larger = {size for size in range(found + 1, N) if -(-N // size) == -(-N // found)}
+    assert all(spent(size) > budget for size in larger)
+    assert found == N or budget < 1e3
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"steps": 30, "epochs": 3}, "steps or epochs"),
+        ({}, "steps or epochs"),
+        ({"epochs": 0}, "epochs must be an integer >= 1"),
+        ({"steps": 30, "sampling": Sampling.full(N)}, "have no size to choose"),
+        ({"steps": 30, "epsilon": 0}, "epsilon must be a positive finite number"),
+        ({"steps": 30, "epsilon": 1e-3}, "batches of one exceed it"),
+    ],
+)
+def test_refuses_a_batch_size(changes, match):
+    optimizer = optimizers.DPSGD(clip_norm=1.0, batch_size=1, noise_multiplier=2.0)
+    given = {"sampling": Sampling.poisson(N, 1), "epsilon": 1.0, "delta": DELTA} | changes
+    with pytest.raises(ValueError, match=match):
+        accounting.affordable_batch_size(optimizer, **given)

@@ -1,0 +1,104 @@
+"""What was spent: `ledger`, and `statement`, which also states what a planned run would spend."""
+
+import dp_keras_opt as dp
+from dp_keras_opt.cli import arguments as args
+from dp_keras_opt.cli import models, plan
+from dp_keras_opt.cli.results import Result, UsageError, table
+
+_OF_A_PLAN = ("num_examples", "batch_size", "steps", "epochs", "noise_multiplier")
+
+
+def add_parser(subparsers):
+    """Adds `statement` and `ledger`."""
+    parser = args.add_command(
+        subparsers, "statement", statement,
+        "the privacy statement of a saved model, a ledger file or a planned run",
+    )  # fmt: skip
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="a .keras model or a ledger; none: a planned run"
+    )
+    models.add_import(parser)
+    args.add_run(parser, required=False)
+    args.add_accounting(parser)
+    _add_group_size(parser)
+    parser = args.add_command(subparsers, "ledger", ledger, "what a ledger file has spent")
+    parser.add_argument("file", metavar="FILE", help="a ledger, or a .keras model that has one")
+    models.add_import(parser)
+    args.add_accounting(parser)
+    _add_group_size(parser)
+
+
+def _add_group_size(parser):
+    parser.add_argument(
+        "--group-size", type=args.count, default=1, metavar="K",
+        help="state the guarantee for K units together, too",
+    )  # fmt: skip
+
+
+def statement(arguments):
+    """The `Result` of `statement`."""
+    if arguments.file is not None:
+        if any(getattr(arguments, name) is not None for name in _OF_A_PLAN):
+            raise UsageError("Give FILE or a planned run (--num-examples), and not both.")
+        spent = models.ledger(arguments.file, arguments.modules)
+    elif arguments.num_examples is None:
+        raise UsageError("Give FILE, or a planned run: --num-examples and so on.")
+    else:
+        args.need(arguments, "length", "noise_multiplier")
+        sampling, steps, optimizer = plan.planned_run(arguments)
+        spent = dp.accounting.Ledger.of(optimizer, sampling, steps)
+    data, text = _stated(arguments, spent)
+    return Result(data, text)
+
+
+def ledger(arguments):
+    """The `Result` of `ledger`."""
+    spent = models.ledger(arguments.file, arguments.modules)
+    data, text = _stated(arguments, spent)
+    segments = [_segment(segment) for segment in spent.segments if segment.steps]
+    rows = [
+        [
+            str(segment["steps"]),
+            ", ".join(
+                f"{release['statistic']} sigma={release['multiplier']:.6g} {release['mechanism']}"
+                for release in segment["releases"]
+            ),
+            f"{segment['sampling']['batch_size']} of {segment['sampling']['num_examples']}",
+            segment["sampling"]["kind"],
+            segment["run"][:8],
+        ]
+        for segment in segments
+    ]
+    listed = table(["steps", "released at each", "batch", "sampling", "run"], rows)
+    data |= {"file": str(arguments.file), "segments": segments}
+    return Result(data, f"{listed}\n\n{text}" if rows else text)
+
+
+def _stated(arguments, spent):
+    options = arguments.delta, arguments.accountant
+    data = {
+        "epsilon": spent.epsilon(*options),
+        "delta": arguments.delta,
+        "accountant": arguments.accountant,
+        "steps": spent.steps,
+        "statement": spent.statement(*options, arguments.group_size),
+    }
+    return data, data["statement"].rstrip("\n")
+
+
+def _segment(segment):
+    return {
+        "run": segment.run,
+        "steps": segment.steps,
+        "first_step": segment.first_step,
+        "clip_norm": segment.clip_norm,
+        "releases": [
+            {
+                "statistic": release.statistic,
+                "multiplier": float(release.multiplier),
+                "mechanism": type(release.mechanism).__name__,
+            }
+            for release in segment.releases
+        ],
+        "sampling": segment.sampling.get_config(),
+    }
