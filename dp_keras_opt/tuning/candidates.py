@@ -222,7 +222,13 @@ CANDIDATES = {
         Candidate("DPMultistageNesterov", _multistage, _plain()),
         candidate("AdaDPS", "AdaDPS", space={"learning_rate": _SCALED, "clip_share": (0.02, 0.5)}),
         candidate("PDADPMD", "PDADPMD", per_norm=True, space=_plain()),
-        candidate("SubspaceAdagrad", "SubspaceAdagrad", rank=4, space={"learning_rate": _SUMMED}),
+        candidate(  # its noisy v can be 0, which only ε keeps from making steps without bound
+            "SubspaceAdagrad",
+            "SubspaceAdagrad",
+            rank=4,
+            epsilon=_noise_floor(10.0),
+            space={"learning_rate": _SUMMED},
+        ),
         # Compositions.
         candidate(
             "DPSGD, filter",
