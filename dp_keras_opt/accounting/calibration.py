@@ -1,8 +1,11 @@
 """The least noise that meets a privacy budget."""
 
+from __future__ import annotations
+
 import functools
 import math
 import numbers
+from typing import TYPE_CHECKING
 
 import dp_accounting
 from scipy import optimize
@@ -19,6 +22,12 @@ from dp_keras_opt.accounting.ledger import check_sampling
 from dp_keras_opt.accounting.sampling import whole_number
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.noise import schedules
+from dp_keras_opt.types import Accountant
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.repetitions import RandomRepetitions
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 _LEAST, _MOST = 2.0**-10, 2.0**20  # noise multipliers outside are not searched
 _TOLERANCE = 3e-5  # relative
@@ -26,8 +35,16 @@ _ROUGHLY = 16  # distinct schedule factors in the first, quick search
 
 
 def calibrate(
-    optimizer, sampling, steps, epsilon, delta, accountant="rdp", *, runs=1, selection=None
-):
+    optimizer: PrivateOptimizer,
+    sampling: Sampling,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "rdp",
+    *,
+    runs: int = 1,
+    selection: RandomRepetitions | None = None,
+) -> float:
     """Finds the smallest noise multiplier that meets the budget, and sets it.
 
     Args:

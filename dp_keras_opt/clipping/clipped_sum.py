@@ -1,14 +1,22 @@
 """Steps 1-3: geometry, bound, sum. The only code that sees raw gradients."""
 
+from __future__ import annotations
+
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from dp_keras_opt.clipping import book_keeping, per_example
 from dp_keras_opt.clipping.book_keeping import recording
 from dp_keras_opt.clipping.factors import rounding
+
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.book_keeping import Plan
+    from dp_keras_opt.clipping.query import Query
 
 
 class Batch(NamedTuple):
@@ -30,7 +38,7 @@ class Batch(NamedTuple):
     public: Any = None
 
     @property
-    def rows(self):
+    def rows(self) -> int | None:
         """Number of rows where it is static, else None."""
         return tf.nest.flatten(self.x)[0].shape[0]
 
@@ -53,7 +61,13 @@ class ClippedSums(NamedTuple):
     non_finite: Any
 
 
-def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
+def clipped_sums(
+    model: keras.Model,
+    batch: Batch | tuple[Any, ...],
+    queries: Sequence[Query],
+    plan: Plan | None = None,
+    loss_scale: float = 1.0,
+) -> ClippedSums:
     """One forward pass, one backward pass, one clipped sum per query (spec: core.md, steps 1-3).
 
     Args:
@@ -132,7 +146,7 @@ def _second_moment_products(directions, factors, weights):
     return tf.map_fn(product, list(directions))
 
 
-def clip_groups(model, query):
+def clip_groups(model: keras.Model, query: Query) -> list[tuple[Sequence[int], Any]]:
     """Which variables are clipped together, and to what bound.
 
     Returns:

@@ -1,5 +1,8 @@
 """Step 4 of the pipeline: optimizers, one rule a file."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import keras
 
 from dp_keras_opt.optimizers import moments
@@ -43,7 +46,7 @@ __all__ = [
 ]
 
 
-def get(identifier, **kwargs):
+def get(identifier: PrivateOptimizer | str | Mapping[str, Any], **kwargs: Any) -> PrivateOptimizer:
     """Resolves the name of a private optimizer, its configuration, or an optimizer object.
 
     Args:
