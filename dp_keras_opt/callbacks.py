@@ -1,11 +1,23 @@
 """Callbacks that report the privacy loss, and that stop before a budget is exceeded."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import replicas
 from dp_keras_opt.model import DPModel
+from dp_keras_opt.types import Accountant
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.ledger import Ledger
+    from dp_keras_opt.accounting.sampling import Sampling
+
+__all__ = ["OptimizerReport", "PrivacyBudget", "PrivacyReport"]
 
 
 class PrivacyReport(keras.callbacks.Callback):
@@ -27,7 +39,13 @@ class PrivacyReport(keras.callbacks.Callback):
     #: `DPModel.fit` moves callbacks that write into `logs` to the front.
     writes_logs = True
 
-    def __init__(self, delta, every=None, accountant="rdp", sampling=None):
+    def __init__(
+        self,
+        delta: float,
+        every: int | None = None,
+        accountant: Accountant = "rdp",
+        sampling: Sampling | None = None,
+    ) -> None:
         super().__init__()
         if every is not None and (isinstance(every, bool) or int(every) != every or every < 1):
             raise ValueError(f"every must be a positive number of batches, received {every!r}.")
@@ -39,7 +57,7 @@ class PrivacyReport(keras.callbacks.Callback):
         self._shown = 0.0
         self._due = 0
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         _check_model(self)
         if self.sampling is not None and self.sampling != self.model.sampling:
             raise ValueError(
@@ -49,10 +67,10 @@ class PrivacyReport(keras.callbacks.Callback):
         self._ledger = self.model.ledger
         self._shown = self.epsilon
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._due = 0
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.every is None:
             return
         due = (batch + 1) // self.every
@@ -60,16 +78,16 @@ class PrivacyReport(keras.callbacks.Callback):
             self._due, self._shown = due, self.epsilon
         logs["epsilon"] = self._shown
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._shown = self.epsilon
         logs["epsilon"] = self._shown
 
     @property
-    def epsilon(self):
+    def epsilon(self) -> float:
         """ε spent so far, at `delta`; 0.0 before the first step."""
         return 0.0 if self._ledger is None else self._ledger.epsilon(self.delta, self.accountant)
 
-    def statement(self, group_size=1):
+    def statement(self, group_size: int = 1) -> str:
         """The guarantee in words; see `accounting.statement`.
 
         Raises:
@@ -93,18 +111,18 @@ class PrivacyBudget(keras.callbacks.Callback):
         accountant: "rdp" or "pld".
     """
 
-    def __init__(self, epsilon, delta, accountant="rdp"):
+    def __init__(self, epsilon: float, delta: float, accountant: Accountant = "rdp") -> None:
         super().__init__()
         self.epsilon = epsilon
         self.delta = delta
         self.accountant = accountant
         self._limit = (None, 0)
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         _check_model(self)
         object.__setattr__(self.model, "budget", self)
 
-    def affords(self, ledger, steps):
+    def affords(self, ledger: Ledger, steps: int) -> bool:
         """Whether this many further steps of the ledger's current segment keep the budget."""
         run = ledger.current.run
         if self._limit[0] != run:
@@ -144,14 +162,14 @@ class OptimizerReport(keras.callbacks.Callback):
 
     writes_logs = True
 
-    def __init__(self, quantiles=(0.05, 0.5, 0.95)):
+    def __init__(self, quantiles: Sequence[float] = (0.05, 0.5, 0.95)) -> None:
         super().__init__()
         if not all(0 <= q <= 1 for q in quantiles):
             raise ValueError(f"quantiles must be numbers in [0, 1], received {quantiles!r}.")
         self.quantiles = tuple(quantiles)
         self._power = None  # means over the epoch's steps, in units of C²: (signal, noise)
 
-    def set_model(self, model):
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         _check_model(self)
         if self._observe not in model.release_observers:
@@ -169,11 +187,11 @@ class OptimizerReport(keras.callbacks.Callback):
         for mean, power in zip(self._power, (excess, noise), strict=True):
             mean.update_state(power / clip_norm**2)
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         for mean in self._power:
             mean.reset_state()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         signal, noise = (np.sqrt(max(0.0, float(mean.result()))) for mean in self._power)
         logs["gradient_norm"] = float(signal)
         logs["noise_to_signal"] = float(noise / signal) if signal else float(np.inf if noise else 0)

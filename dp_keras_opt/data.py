@@ -6,21 +6,36 @@ Both give `Batches`, which `DPModel.fit` takes. Made within the scope of a
 `MultiWorkerMirroredStrategy`, they are this worker's part of batches that all workers share.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import secrets
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from dp_keras_opt import arrays, replicas
 from dp_keras_opt import users as by_user
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.noise.entropy import numpy_generator
+from dp_keras_opt.types import Adjacency
+
+__all__ = [
+    "Batches",
+    "Rows",
+    "assume_sampling",
+    "cyclic_poisson",
+    "fixed_order_epochs",
+    "poisson_batches",
+    "poisson_users",
+    "with_public",
+]
 
 
 class Rows(NamedTuple):
@@ -65,10 +80,10 @@ class Batches:
     arrangement: int | None = dataclasses.field(default=None, repr=False)
     workers: int = 1
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
 
-    def __len__(self):
+    def __len__(self) -> int:
         if self.steps_per_epoch is None:
             raise TypeError("The number of batches is not known.")
         return self.steps_per_epoch
@@ -78,17 +93,17 @@ class Batches:
 
 
 def poisson_batches(
-    data,
-    batch_size,
-    steps_per_epoch=None,
+    data: tuple[Any, ...] | tf.data.Dataset,
+    batch_size: int,
+    steps_per_epoch: int | None = None,
     *,
-    physical_batch_size=None,
-    class_weight=None,
-    adjacency="add_or_remove_one",
-    unit="example",
-    seed=None,
-    max_bytes=4 * 2**30,
-):
+    physical_batch_size: int | None = None,
+    class_weight: Mapping[int, float] | None = None,
+    adjacency: Adjacency = "add_or_remove_one",
+    unit: str = "example",
+    seed: int | None = None,
+    max_bytes: int = 4 * 2**30,
+) -> Batches:
     """Poisson-sampled batches of data that fit in memory.
 
     Each of the n examples is in each batch independently with probability `batch_size / n`, so
@@ -138,19 +153,19 @@ def poisson_batches(
 
 
 def poisson_users(
-    data,
-    users,
-    batch_size,
-    steps_per_epoch=None,
+    data: Any,
+    users: npt.ArrayLike,
+    batch_size: int,
+    steps_per_epoch: int | None = None,
     *,
-    examples_per_user,
-    physical_batch_size=None,
-    class_weight=None,
-    adjacency="add_or_remove_one",
-    unit="user",
-    seed=None,
-    max_bytes=4 * 2**30,
-):
+    examples_per_user: int,
+    physical_batch_size: int | None = None,
+    class_weight: Mapping[int, float] | None = None,
+    adjacency: Adjacency = "add_or_remove_one",
+    unit: str = "user",
+    seed: int | None = None,
+    max_bytes: int = 4 * 2**30,
+) -> Batches:
     """Poisson-sampled batches of users, of whom each is clipped as one: user-level privacy.
 
     Each of the n users is in each batch independently with probability `batch_size / n`. Of a user
@@ -207,18 +222,18 @@ def poisson_users(
 
 
 def cyclic_poisson(
-    data,
-    batch_size,
-    groups,
-    steps_per_epoch=None,
+    data: tuple[Any, ...] | tf.data.Dataset,
+    batch_size: int,
+    groups: int,
+    steps_per_epoch: int | None = None,
     *,
-    physical_batch_size=None,
-    class_weight=None,
-    adjacency="add_or_remove_one",
-    unit="example",
-    arrangement=None,
-    max_bytes=4 * 2**30,
-):
+    physical_batch_size: int | None = None,
+    class_weight: Mapping[int, float] | None = None,
+    adjacency: Adjacency = "add_or_remove_one",
+    unit: str = "example",
+    arrangement: int | None = None,
+    max_bytes: int = 4 * 2**30,
+) -> Batches:
     """Poisson-sampled batches from groups that take turns: for correlated noise, amplified.
 
     Each of the n examples is assigned to one of the groups at random, whatever the others are, and
@@ -264,16 +279,16 @@ def cyclic_poisson(
 
 
 def fixed_order_epochs(
-    data,
-    batch_size,
+    data: tuple[Any, ...] | tf.data.Dataset,
+    batch_size: int,
     *,
-    drop_remainder=False,
-    class_weight=None,
-    adjacency="replace_one",
-    unit="example",
-    arrangement=None,
-    max_bytes=4 * 2**30,
-):
+    drop_remainder: bool = False,
+    class_weight: Mapping[int, float] | None = None,
+    adjacency: Adjacency = "replace_one",
+    unit: str = "example",
+    arrangement: int | None = None,
+    max_bytes: int = 4 * 2**30,
+) -> Batches:
     """Epochs over data that fit in memory, in one order: for correlated noise.
 
     The order is drawn once; in every epoch each example comes at the same step, so that the steps
@@ -299,7 +314,7 @@ def fixed_order_epochs(
     steps = sampling.steps_per_epoch
     _check_same_data(examples)
     arrangement = _arrangement(arrangement)
-    order = np.full(steps * batch_size, -1, np.int64)
+    order: np.ndarray = np.full(steps * batch_size, -1, np.int64)
     order[:n] = numpy_generator(arrangement).permutation(n)[: len(order)]
     worker, workers = replicas.place()
     order = np.pad(
@@ -314,7 +329,9 @@ def fixed_order_epochs(
     return Batches(dataset, sampling, rows, steps, arrangement, workers)
 
 
-def with_public(private, public, public_batch_size=None):
+def with_public(
+    private: Batches, public: tuple[Any, Any], public_batch_size: int | None = None
+) -> Batches:
     """Adds rows of public data to each private batch, for optimizers that use them.
 
     Args:
@@ -377,7 +394,7 @@ def with_public(private, public, public_batch_size=None):
     return dataclasses.replace(private, dataset=private.dataset.map(join))
 
 
-def assume_sampling(data, sampling):
+def assume_sampling(data: Any, sampling: Sampling) -> Batches:
     """Batches that the user samples, with the user's word for how.
 
     The library cannot check that word, and the privacy guarantee rests on it: if the examples get

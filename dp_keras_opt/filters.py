@@ -4,14 +4,34 @@ Noise spreads over all frequencies, the gradient of a slowly moving model lies i
 filter between privatization and update rule keeps these. It is post-processing: free of privacy.
 """
 
+from __future__ import annotations
+
 import abc
 import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from keras import ops
 from scipy import signal
+
+if TYPE_CHECKING:
+    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+
+__all__ = [
+    "Filter",
+    "LowPass",
+    "OptimalFIR",
+    "PRESETS",
+    "autocorrelation",
+    "get",
+    "optimal_weights",
+    "power_spectral_density",
+    "snr",
+]
 
 #: The paper's filters (Tables 2 and 4): b, and a without its leading 1.
 PRESETS = {
@@ -37,11 +57,16 @@ class Filter(abc.ABC):
     """
 
     @abc.abstractmethod
-    def build(self, optimizer, variables):
+    def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         """Creates the buffers, as variables of the optimizer."""
 
     @abc.abstractmethod
-    def __call__(self, optimizer, gradients, noise_power):
+    def __call__(
+        self,
+        optimizer: PrivateOptimizer,
+        gradients: list[tf.Tensor],
+        noise_power: float | tf.Tensor,
+    ) -> list[tf.Tensor]:
         """The filtered gradients of this step; advances the buffers.
 
         Args:
@@ -51,11 +76,11 @@ class Filter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """Constructor arguments, as in Keras."""
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> Filter:
         """The filter with these constructor arguments."""
         return cls(**config)
 
@@ -82,7 +107,9 @@ class LowPass(Filter):
     Reference: Algorithm 2 of the paper on low-pass filters for private optimizers (DOPPLER).
     """
 
-    def __init__(self, b, a=()):
+    def __init__(
+        self, b: Sequence[float] | np.ndarray, a: Sequence[float] | np.ndarray = ()
+    ) -> None:
         self.b = _coefficients("b", b)
         self.a = _coefficients("a", a)
         if not self.b:
@@ -114,7 +141,7 @@ class LowPass(Filter):
             )
 
     @classmethod
-    def preset(cls, name):
+    def preset(cls, name: str) -> LowPass:
         """A filter of the paper, by its name in `filters.PRESETS`.
 
         Raises:
@@ -125,7 +152,7 @@ class LowPass(Filter):
         return cls(*PRESETS[name])
 
     @classmethod
-    def butterworth(cls, order, cutoff):
+    def butterworth(cls, order: int, cutoff: float) -> LowPass:
         """The Butterworth filter of this order, flat below the cut-off (scipy.signal.butter).
 
         Args:
@@ -135,7 +162,7 @@ class LowPass(Filter):
         return cls._designed(signal.butter(order, cutoff))
 
     @classmethod
-    def chebyshev(cls, order, cutoff, ripple=1.0):
+    def chebyshev(cls, order: int, cutoff: float, ripple: float = 1.0) -> LowPass:
         """The Chebyshev filter of type I: steeper, with ripples below the cut-off.
 
         Args:
@@ -151,11 +178,11 @@ class LowPass(Filter):
         return cls(b / a[0], a[1:] / a[0])
 
     @property
-    def order(self):
+    def order(self) -> int:
         """The number of buffers."""
         return max(len(self.a), len(self.b) - 1)
 
-    def build(self, optimizer, variables):
+    def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         states = range(1, self.order + 1)
         self._states = [
             [optimizer.add_variable_from_reference(v, f"filter_{i}") for i in states]
@@ -166,7 +193,12 @@ class LowPass(Filter):
             optimizer.add_variable((), dtype="float64", name=f"filter_of_ones_{i}") for i in states
         ]
 
-    def __call__(self, optimizer, gradients, noise_power):
+    def __call__(
+        self,
+        optimizer: PrivateOptimizer,
+        gradients: list[tf.Tensor],
+        noise_power: float | tf.Tensor,
+    ) -> list[tf.Tensor]:
         weight = self._advance(optimizer, tf.ones((), tf.float64), self._unit)
         return [
             self._advance(optimizer, gradient, states) / tf.cast(weight, gradient.dtype)
@@ -195,14 +227,16 @@ class LowPass(Filter):
 
     # Analysis.
 
-    def impulse_response(self, steps):
+    def impulse_response(self, steps: int) -> np.ndarray:
         """κ_0, …, κ_{steps−1}: the weight of the gradient τ steps ago, once c_t has settled up to
         the factor of the DC gain."""
         impulse = np.zeros(steps)
         impulse[0] = 1.0
         return signal.lfilter(self.b, [1.0, *self.a], impulse)
 
-    def frequency_response(self, frequencies=512):
+    def frequency_response(
+        self, frequencies: int | np.ndarray = 512
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The gain of oscillations (scipy.signal.freqz).
 
         Args:
@@ -222,12 +256,12 @@ class LowPass(Filter):
         return self.impulse_response(len(self.b) + int(min(steps, 1e5)) + 1)
 
     @property
-    def noise_gain(self):
+    def noise_gain(self) -> float:
         """Σκ²/(Σκ)²: the variance of filtered white noise, over that of the noise."""
         response = self._whole_response()
         return float(np.sum(response**2) / np.sum(response) ** 2)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"b": list(self.b), "a": list(self.a)}
 
     def __repr__(self):
@@ -255,7 +289,9 @@ class OptimalFIR(Filter):
     exact weights are ours.
     """
 
-    def __init__(self, taps, weighting="exact", decay=0.99):
+    def __init__(
+        self, taps: int, weighting: Literal["exact", "paper"] = "exact", decay: float = 0.99
+    ) -> None:
         if isinstance(taps, bool) or int(taps) != taps or taps < 2:
             raise ValueError(f"taps must be an integer of at least 2, received {taps!r}.")
         if weighting not in ("exact", "paper"):
@@ -266,7 +302,7 @@ class OptimalFIR(Filter):
         self.weighting = weighting
         self.decay = float(decay)
 
-    def build(self, optimizer, variables):
+    def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         names = [f"filter_{i}" for i in range(1, self.taps)]
         self._past = [
             [optimizer.add_variable_from_reference(v, name) for name in names] for v in variables
@@ -279,7 +315,12 @@ class OptimalFIR(Filter):
         # first and grow to 1; at lag 0, where c is known, the denominator.
         self._products, self._weights = vector("filter_products"), vector("filter_weights")
 
-    def __call__(self, optimizer, gradients, noise_power):
+    def __call__(
+        self,
+        optimizer: PrivateOptimizer,
+        gradients: list[tf.Tensor],
+        noise_power: float | tf.Tensor,
+    ) -> list[tf.Tensor]:
         past = [
             [tf.cast(v, g.dtype) for v in variables]
             for g, variables in zip(gradients, self._past, strict=True)
@@ -321,14 +362,18 @@ class OptimalFIR(Filter):
         correlation = tf.concat([[0.5], correlation[1:]], axis=0)
         return correlation, tf.minimum(steps_seen + 1, self.taps)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"taps": self.taps, "weighting": self.weighting, "decay": self.decay}
 
 
 # Analysis, in NumPy.
 
 
-def optimal_weights(correlation, weighting="exact", count=None):
+def optimal_weights(
+    correlation: npt.ArrayLike,
+    weighting: Literal["exact", "paper"] = "exact",
+    count: int | tf.Tensor | None = None,
+) -> tf.Tensor:
     """The weights b (Σb = 1) of a moving average, for this auto-correlation.
 
     Args:
@@ -347,7 +392,7 @@ def optimal_weights(correlation, weighting="exact", count=None):
     return weights / tf.reduce_sum(weights)
 
 
-def snr(correlation, kernel):
+def snr(correlation: npt.ArrayLike, kernel: npt.ArrayLike) -> float:
     """Σ_τ c_τκ_τ / Σ_τ κ_τ²: the signal that a filter keeps, over the noise that it lets through.
 
     Args:
@@ -359,7 +404,7 @@ def snr(correlation, kernel):
     return float(correlation[:length] @ kernel[:length] / np.sum(kernel**2))
 
 
-def autocorrelation(gradients, lags):
+def autocorrelation(gradients: npt.ArrayLike, lags: int) -> np.ndarray:
     """φ_τ = mean over t of ⟨g_t, g_{t−τ}⟩ for τ = 0, …, lags − 1.
 
     Args:
@@ -374,7 +419,9 @@ def autocorrelation(gradients, lags):
     )
 
 
-def power_spectral_density(gradients, segment=256):
+def power_spectral_density(
+    gradients: npt.ArrayLike, segment: int = 256
+) -> tuple[np.ndarray, np.ndarray]:
     """How the power of recorded gradients spreads over the frequencies (scipy.signal.welch).
 
     Args:
@@ -391,7 +438,7 @@ def power_spectral_density(gradients, segment=256):
     return frequencies, np.sum(density, axis=1)
 
 
-def get(identifier):
+def get(identifier: Filter | str | Mapping[str, Any] | None) -> Filter | None:
     """Resolves a filter: None, an object, the name of a preset, or a serialised one; a copy.
 
     Raises:

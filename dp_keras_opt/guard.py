@@ -6,9 +6,10 @@ import warnings
 import tensorflow as tf
 
 from dp_keras_opt import replicas
-from dp_keras_opt.accounting import Ledger
+from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.noise import resume
+from dp_keras_opt.types import Path
 
 
 class PrivacyBudgetError(RuntimeError):
@@ -23,7 +24,7 @@ class Guard:
     """
 
     @property
-    def ledger(self):
+    def ledger(self) -> Ledger:
         """The `accounting.Ledger` of what the model has spent.
 
         Assign `Ledger("spent.jsonl")` to keep it in a file, or one ledger to several models that
@@ -32,7 +33,7 @@ class Guard:
         return self._ledger
 
     @ledger.setter
-    def ledger(self, ledger):
+    def ledger(self, ledger: Ledger) -> None:
         if not isinstance(ledger, Ledger):
             raise ValueError(
                 f"ledger must be a dp_keras_opt.accounting.Ledger, received {ledger!r}."
@@ -54,12 +55,12 @@ class Guard:
     # How batches are sampled.
 
     @property
-    def sampling(self):
+    def sampling(self) -> Sampling | None:
         """The `Sampling` of the batches, set by `fit`, and to be set before `train_on_batch`."""
         return self._sampling
 
     @sampling.setter
-    def sampling(self, sampling):
+    def sampling(self, sampling: Sampling) -> None:
         self._sample_as(sampling)
 
     def _sample_as(self, sampling, arrangement=None):
@@ -82,7 +83,7 @@ class Guard:
 
     # The wrapper around the train function.
 
-    def make_train_function(self, force=False):
+    def make_train_function(self, force: bool = False) -> None:
         """Wraps Keras's train function: check, reserve in the ledger, run, settle.
 
         Nothing inside the graph can refuse: assertions vanish under XLA.
@@ -182,7 +183,7 @@ class Guard:
 
     # Runs of correlated noise that outlive the process.
 
-    def save_run(self, filepath):
+    def save_run(self, filepath: Path) -> None:
         """Hands the current run of correlated noise over to a file, which is secret.
 
         The model itself begins a new run if it is trained on; save it too (`save`), before or
@@ -223,7 +224,7 @@ class Guard:
         self.ledger.close()
         source.restart()
 
-    def resume_run(self, filepath):
+    def resume_run(self, filepath: Path) -> int | None:
         """Goes on with a run of correlated noise that `save_run` saved, and deletes its file.
 
         The next `fit` continues the run: one mechanism, accounted as one. It must have the same

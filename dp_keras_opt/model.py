@@ -1,9 +1,13 @@
 """The model: how it is compiled, trained, saved and made from others."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import math
 import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -18,6 +22,11 @@ from dp_keras_opt.data import Batches
 from dp_keras_opt.guard import Guard
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.step import PrivateStep
+from dp_keras_opt.types import Path
+
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.query import Query
+    from dp_keras_opt.noise.release import Released
 
 
 class _LedgerState(tf.train.experimental.PythonState):
@@ -60,7 +69,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
             return DPFunctional.__new__(DPFunctional, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         if functional_init_arguments(args, kwargs) and not isinstance(self, Functional):
             raise TypeError(
                 f"{type(self).__name__} subclasses DPModel and passes inputs and outputs to it. "
@@ -89,7 +98,14 @@ class DPModel(Guard, PrivateStep, keras.Model):
 
     # Compiling.
 
-    def compile(self, optimizer, loss=None, *, physical_batch_size=None, **kwargs):
+    def compile(
+        self,
+        optimizer: PrivateOptimizer,
+        loss: Any = None,
+        *,
+        physical_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Configures the model for private training.
 
         Args:
@@ -146,16 +162,18 @@ class DPModel(Guard, PrivateStep, keras.Model):
         self._plans.clear()
         self.ledger.close()
 
-    def get_compile_config(self):
+    def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
         return config and config | {"physical_batch_size": self.physical_batch_size}
 
-    def compile_from_config(self, config):
+    def compile_from_config(self, config: dict[str, Any]) -> None:
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
             self.optimizer.build(self.trainable_variables)
 
-    def observe_releases(self, observer):
+    def observe_releases(
+        self, observer: Callable[[tuple[Query, ...], list[Released]], Any]
+    ) -> None:
         """Calls `observer(queries, released)` in every training step from now on, until `compile`.
 
         It is traced with the step, at the weights at which the gradients are taken, and is given
@@ -166,7 +184,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
 
     # Training.
 
-    def fit(self, *args, **kwargs):
+    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains the model privately; takes the arguments of `keras.Model.fit`.
 
         `x` is a `dp_keras_opt.data.Batches` (from `poisson_batches` or `assume_sampling`), or
@@ -217,7 +235,14 @@ class DPModel(Guard, PrivateStep, keras.Model):
             self._report_non_finite()
             self._sync_ledger()
 
-    def train_on_batch(self, x, y=None, sample_weight=None, class_weight=None, return_dict=False):
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
         """One private step on a batch that was sampled as `model.sampling` says.
 
         Raises:
@@ -263,7 +288,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         with strategy.scope():
             self._symbolic_build(data_batch=replicas.element_spec(iterator._distributed_dataset))
 
-    def make_test_function(self, force=False):
+    def make_test_function(self, force: bool = False) -> None:
         if not replicas.is_used(self.distribute_strategy):
             return super().make_test_function(force)
         if self.test_function is None or force:
@@ -280,7 +305,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
 
     # Saving and loading: what was spent goes with the weights.
 
-    def save(self, filepath, overwrite=True, **kwargs):
+    def save(self, filepath: Path, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model, with what it has spent; the legacy format `.h5` cannot hold that.
 
         A file that is there already is replaced as a whole, so that whatever kills the process
@@ -300,7 +325,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         else:
             files.replaced(save, filepath, overwrite)
 
-    def save_weights(self, filepath, overwrite=True, **kwargs):
+    def save_weights(self, filepath: Path, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the weights, with what they have spent; as `keras.Model.save_weights`."""
         save = functools.partial(super().save_weights, **kwargs)
         if kwargs.get("max_shard_size") is not None:  # several files
@@ -308,12 +333,12 @@ class DPModel(Guard, PrivateStep, keras.Model):
         else:
             files.replaced(save, filepath, overwrite)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         super().save_own_variables(store)
         if self.ledger.steps:
             store["privacy_ledger"] = np.frombuffer(self.ledger.to_json().encode(), np.uint8)
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         own = {key: np.array(store[key]) for key in list(store.keys())}
         spent = own.pop("privacy_ledger", None)
         if spent is not None:
@@ -353,7 +378,7 @@ class PrivateWrapper(DPModel):
         return cls(**config | {"model": keras.saving.deserialize_keras_object(config["model"])})
 
 
-def make_private(model):
+def make_private(model: keras.Model) -> DPModel:
     """The private counterpart of a Keras model, sharing its layers and weights.
 
     Args:

@@ -1,13 +1,28 @@
 """Pictures, with matplotlib (the extra `plots`)."""
 
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dp_keras_opt import filters, theory
 
+__all__ = [
+    "autocorrelation",
+    "frequency_response",
+    "heavy_ball_bound",
+    "heavy_ball_rate",
+    "impulse_response",
+    "multistage_noise",
+    "norm_histogram",
+    "scores",
+    "spectrum",
+]
 
-def norm_histogram(norms, clip_norm=None, axes=None):
+
+def norm_histogram(norms: npt.ArrayLike, clip_norm: float | None = None, axes: Any = None) -> Any:
     """How the norms of examples' gradients are distributed, on a logarithmic axis.
 
     Args:
@@ -21,19 +36,19 @@ def norm_histogram(norms, clip_norm=None, axes=None):
     Raises:
         ValueError: no norm is positive and finite.
     """
-    norms = np.asarray(norms, np.float64)
-    norms = norms[np.isfinite(norms) & (norms > 0)]
-    if not len(norms):
+    values = np.asarray(norms, np.float64)
+    values = values[np.isfinite(values) & (values > 0)]
+    if not len(values):
         raise ValueError("There is nothing to draw: no norm is positive and finite.")
     axes = axes or _new_axes()
-    low, high = norms.min(), norms.max()
+    low, high = values.min(), values.max()
     if low == high:
         low, high = low / 2, high * 2
-    axes.hist(norms, bins=np.geomspace(low, high, 41), color="tab:blue", alpha=0.7)
-    median = np.median(norms)
+    axes.hist(values, bins=np.geomspace(low, high, 41), color="tab:blue", alpha=0.7)
+    median = np.median(values)
     axes.axvline(median, color="black", linestyle=":", label=f"median {median:.3g}")
     if clip_norm is not None:
-        clipped = np.mean(norms > clip_norm)
+        clipped = np.mean(values > clip_norm)
         label = f"C = {clip_norm:.3g} clips {clipped:.0%}"
         axes.axvline(clip_norm, color="tab:red", linestyle="--", label=label)
     axes.set_xscale("log")
@@ -43,7 +58,7 @@ def norm_histogram(norms, clip_norm=None, axes=None):
     return axes
 
 
-def frequency_response(low_passes, axes=None):
+def frequency_response(low_passes: Mapping[str, filters.LowPass], axes: Any = None) -> Any:
     """The gain of filters for oscillations, in decibels (figure 6 of the DOPPLER paper, right).
 
     Args:
@@ -64,7 +79,9 @@ def frequency_response(low_passes, axes=None):
     return axes
 
 
-def impulse_response(low_passes, steps=40, axes=None):
+def impulse_response(
+    low_passes: Mapping[str, filters.LowPass], steps: int = 40, axes: Any = None
+) -> Any:
     """The weights that filters give to the gradients of past steps (figure 6, left).
 
     Args:
@@ -84,7 +101,7 @@ def impulse_response(low_passes, steps=40, axes=None):
     return axes
 
 
-def autocorrelation(recorded, lags=50, axes=None):
+def autocorrelation(recorded: Mapping[str, npt.ArrayLike], lags: int = 50, axes: Any = None) -> Any:
     """How gradients resemble those of earlier steps, relative to themselves (figure 1, left).
 
     Args:
@@ -107,7 +124,9 @@ def autocorrelation(recorded, lags=50, axes=None):
     return axes
 
 
-def spectrum(recorded, low_pass=None, axes=None):
+def spectrum(
+    recorded: Mapping[str, npt.ArrayLike], low_pass: filters.LowPass | None = None, axes: Any = None
+) -> Any:
     """How the power of recorded gradients spreads over frequencies (figures 1 and 2).
 
     Args:
@@ -136,8 +155,11 @@ def spectrum(recorded, low_pass=None, axes=None):
 
 
 def heavy_ball_rate(
-    strong_convexity=0.5, smoothness=1.0, learning_rates=(0.1, 0.5, 1.0), axes=None
-):
+    strong_convexity: float = 0.5,
+    smoothness: float = 1.0,
+    learning_rates: Sequence[float] = (0.1, 0.5, 1.0),
+    axes: Any = None,
+) -> Any:
     """How fast the heavy ball converges on a quadratic, against its momentum; a dot at the best.
 
     By default figure 1 of the paper on private accelerated methods, bottom row.
@@ -154,7 +176,8 @@ def heavy_ball_rate(
     axes = axes or _new_axes()
     momenta = np.linspace(0, 0.999, 1000)
     for learning_rate in learning_rates:
-        rates = theory.heavy_ball_rate(strong_convexity, smoothness, learning_rate, momenta)
+        curve = theory.heavy_ball_rate(strong_convexity, smoothness, learning_rate, momenta)
+        rates = np.asarray(curve)
         best = np.argmin(rates)
         (line,) = axes.plot(momenta, rates, label=f"α = {learning_rate:.3g}")
         axes.plot(momenta[best], rates[best], "o", color=line.get_color())
@@ -165,14 +188,14 @@ def heavy_ball_rate(
 
 
 def heavy_ball_bound(
-    eigenvalues=(0.5, 1.0),
-    learning_rate=0.5,
-    momenta=(0.0, 0.3, 0.7),
-    noise_std_per_step=1e-4,
-    initial_distance=10**0.5,
-    steps=250,
-    axes=None,
-):
+    eigenvalues: Sequence[float] = (0.5, 1.0),
+    learning_rate: float = 0.5,
+    momenta: Sequence[float] = (0.0, 0.3, 0.7),
+    noise_std_per_step: float = 1e-4,
+    initial_distance: float = 10**0.5,
+    steps: int = 250,
+    axes: Any = None,
+) -> Any:
     """The error bound of the heavy ball on a quadratic, if training is planned to end at that step.
 
     More steps share one privacy budget, so the noise is ∝ the planned number of steps: the bound
@@ -194,7 +217,7 @@ def heavy_ball_bound(
     """
     axes = axes or _new_axes()
     t = np.arange(1, steps + 1)
-    best = theory.nesterov_momentum(min(eigenvalues), learning_rate)
+    best = float(theory.nesterov_momentum(min(eigenvalues), learning_rate))
     curves = [(beta, f"β = {beta:.3g}", "-") for beta in momenta]
     for beta, label, style in [*curves, (best, f"β = {best:.3g}, from μ and α", "--")]:
         bound = theory.heavy_ball_bound(
@@ -209,8 +232,13 @@ def heavy_ball_bound(
 
 
 def multistage_noise(
-    strong_convexity=1.0, smoothness=20.0, steps=(54, 134, 294, 614), c=1.0, p=1, axes=None
-):
+    strong_convexity: float = 1.0,
+    smoothness: float = 20.0,
+    steps: Sequence[int] = (54, 134, 294, 614),
+    c: float = 1.0,
+    p: float = 1,
+    axes: Any = None,
+) -> Any:
     """The best scale of the Laplace noise of each step of the multistage Nesterov method.
 
     It falls within a stage and jumps up at the next. By default figure 2 of the paper on private
@@ -237,7 +265,9 @@ def multistage_noise(
     return axes
 
 
-def scores(rows, higher_is_better=False, axes=None):
+def scores(
+    rows: Sequence[Mapping[str, Any]], higher_is_better: bool = False, axes: Any = None
+) -> Any:
     """The scores of optimizers, best on top, with two standard errors to each side.
 
     Args:

@@ -19,6 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+__all__ = ["WorkerLostError"]
+
 #: What is raised where a worker is gone, or its connection is.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError)
 

@@ -1,12 +1,19 @@
 """Export to TensorFlow Serving, with the privacy statement beside the model."""
 
 import pathlib
+from typing import Any
+
+import keras
+
+from dp_keras_opt.types import Path
+
+__all__ = ["STATEMENT", "export"]
 
 #: Where the statement lies in the SavedModel, the folder that the format keeps for such files.
 STATEMENT = pathlib.Path("assets.extra", "privacy_statement.txt")
 
 
-def export(model, path, report):
+def export(model: keras.Model, path: Path, report: Any) -> None:
     """Writes a SavedModel that loads without this library, and without Keras.
 
     The signatures `serve` and `serving_default` run the model in inference mode, with a free batch

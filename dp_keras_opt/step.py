@@ -1,5 +1,7 @@
 """The private training step: one logical batch, chunk by chunk, with one noise draw."""
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 from keras import tree
@@ -21,7 +23,7 @@ class PrivateStep:
     serves which layer) and `_non_finite` (a count); `DPModel` has them.
     """
 
-    def train_step(self, data):
+    def train_step(self, data: Any) -> dict[str, Any]:
         """One logical batch: clip each example, sum, add noise, update (docs: concepts).
 
         Raises:
@@ -154,7 +156,7 @@ class PrivateStep:
         self._update_metrics(batch, result.losses, result.y_pred)
         return result.sums
 
-    def test_step(self, data):
+    def test_step(self, data: Any) -> dict[str, Any]:
         """Keras's evaluation, with rows of padding counted in nothing."""
         batch = _as_batch(data)
         if batch.mask is None and not replicas.is_used(self.distribute_strategy):
@@ -166,19 +168,28 @@ class PrivateStep:
 
     # Losses and metrics.
 
-    def per_example_losses(self, y, y_pred, sample_weight=None):
+    def per_example_losses(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         """The loss of each example, (B,), without regularisers."""
         if self._compile_loss is None:
             raise ValueError("No loss to compute. Pass `loss` to compile().")
         return per_example_losses(self._compile_loss, y, y_pred, sample_weight)[0]
 
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
         """Keras's loss over a batch, for evaluation; training takes it per example."""
         if isinstance(sample_weight, Rows):
             sample_weight = sample_weight.sample_weight
         return super().compute_loss(x, y, y_pred, sample_weight, training)
 
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> dict[str, Any]:
         """Updates the compiled metrics; rows of padding count in none of them."""
         mask = None
         if isinstance(sample_weight, Rows):
@@ -199,7 +210,7 @@ class PrivateStep:
         self.compute_metrics(batch.x, batch.y, y_pred, Rows(batch.mask, batch.sample_weight))
 
     @property
-    def non_finite_examples(self):
+    def non_finite_examples(self) -> int:
         """How many examples contributed zero because their gradient was NaN or infinite.
 
         Of batches of `data.poisson_users` it counts users: one such example zeroes all of theirs.

@@ -24,14 +24,49 @@ DP-MASG) and on adaptive noise for step size schedules (ADP-SGD). Equations are 
 
 import itertools
 import math
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from scipy import optimize
+
+__all__ = [
+    "accelerated_bound",
+    "adp_improvement",
+    "allocate_epsilon",
+    "allocate_rho",
+    "best_number_of_steps",
+    "heavy_ball_bound",
+    "heavy_ball_floor",
+    "heavy_ball_matrix_bound",
+    "heavy_ball_rate",
+    "laplace_epsilon",
+    "laplace_scale",
+    "multistage_recursion",
+    "multistage_stages",
+    "multistage_weights",
+    "nesterov_momentum",
+    "nesterov_recursion",
+    "nesterov_weights",
+    "optimal_bounds",
+    "sampling_variance",
+    "stages",
+    "unrolled",
+]
+
+#: Contractions (T,) and gains (T,) of each step.
+Recursion: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+#: The weight of E_0, and those (T,) of the noise of each step.
+Weights: TypeAlias = tuple[float, np.ndarray]
 
 # Nesterov's method and the multistage method.
 
 
-def nesterov_momentum(strong_convexity, learning_rate):
+def nesterov_momentum(
+    strong_convexity: float, learning_rate: float | np.ndarray
+) -> float | np.ndarray:
     """β = (1 − √(μα))/(1 + √(μα)).
 
     Args:
@@ -45,7 +80,13 @@ def nesterov_momentum(strong_convexity, learning_rate):
     return (1 - root) / (1 + root)
 
 
-def nesterov_recursion(strong_convexity, smoothness, learning_rate, steps, authors=False):
+def nesterov_recursion(
+    strong_convexity: float,
+    smoothness: float,
+    learning_rate: float,
+    steps: int,
+    authors: bool = False,
+) -> Recursion:
     """Contractions 1 − √(μα) and gains α(1 + αL) of Nesterov's method, for each step (4.2).
 
     Args:
@@ -66,7 +107,9 @@ def nesterov_recursion(strong_convexity, smoothness, learning_rate, steps, autho
     return _recursion(strong_convexity, smoothness, stages, np.full(steps, learning_rate), authors)
 
 
-def stages(strong_convexity, smoothness, c=1.0, p=1):
+def stages(
+    strong_convexity: float, smoothness: float, c: float = 1.0, p: float = 1
+) -> Iterator[tuple[int, float]]:
     """Length and learning rate of each stage of the multistage method, without end (4.7).
 
     Stage 1 takes ⌈2√κ ln √κ⌉ steps, but at least 1, at c/L; stage k ≥ 2 takes 2^k·⌈√κ ln 2^{p+2}⌉
@@ -96,7 +139,9 @@ def stages(strong_convexity, smoothness, c=1.0, p=1):
     return itertools.chain([first], later)
 
 
-def multistage_stages(strong_convexity, smoothness, steps, c=1.0, p=1):
+def multistage_stages(
+    strong_convexity: float, smoothness: float, steps: int, c: float = 1.0, p: float = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """The stage (from 1) and the learning rate of each step of the multistage method.
 
     Args and errors: as for `stages`; T is `steps`.
@@ -104,16 +149,26 @@ def multistage_stages(strong_convexity, smoothness, steps, c=1.0, p=1):
     Returns:
         (stages (T,), learning rates (T,)).
     """
-    numbers, rates, steps = [], [], _count(steps)
+    steps = _count(steps)
+    numbers: list[int] = []
+    rates: list[float] = []
     for number, (length, rate) in enumerate(stages(strong_convexity, smoothness, c, p), 1):
         length = min(length, steps - len(numbers))
         numbers += [number] * length
         rates += [rate] * length
         if len(numbers) == steps:
-            return np.array(numbers), np.array(rates)
+            break
+    return np.array(numbers), np.array(rates)
 
 
-def multistage_recursion(strong_convexity, smoothness, steps, c=1.0, p=1, authors=False):
+def multistage_recursion(
+    strong_convexity: float,
+    smoothness: float,
+    steps: int,
+    c: float = 1.0,
+    p: float = 1,
+    authors: bool = False,
+) -> Recursion:
     """Contractions and gains of the multistage method, for each step (4.8).
 
     Those of Nesterov's method at the learning rate of the stage; the contraction of the first step
@@ -133,7 +188,13 @@ def multistage_recursion(strong_convexity, smoothness, steps, c=1.0, p=1, author
     return _recursion(strong_convexity, smoothness, stages, learning_rates, authors)
 
 
-def nesterov_weights(strong_convexity, smoothness, learning_rate, steps, authors=False):
+def nesterov_weights(
+    strong_convexity: float,
+    smoothness: float,
+    learning_rate: float,
+    steps: int,
+    authors: bool = False,
+) -> Weights:
     """a_{T,0} and a_{T,1}, …, a_{T,T} of Nesterov's method (4.3).
 
     a_{T,0} = (1 − √(μα))^T and a_{T,t} = (1 − √(μα))^{T−t}·α(1 + αL).
@@ -146,7 +207,14 @@ def nesterov_weights(strong_convexity, smoothness, learning_rate, steps, authors
     return unrolled(nesterov_recursion(strong_convexity, smoothness, learning_rate, steps, authors))
 
 
-def multistage_weights(strong_convexity, smoothness, steps, c=1.0, p=1, authors=False):
+def multistage_weights(
+    strong_convexity: float,
+    smoothness: float,
+    steps: int,
+    c: float = 1.0,
+    p: float = 1,
+    authors: bool = False,
+) -> Weights:
     """a_{T,0} and a_{T,1}, …, a_{T,T} of the multistage method (4.8).
 
     With s_i the stage of step i, a_{T,0} = 2^{s_T−1}·Π_i (1 − √(μα_i)) and
@@ -160,7 +228,7 @@ def multistage_weights(strong_convexity, smoothness, steps, c=1.0, p=1, authors=
     return unrolled(multistage_recursion(strong_convexity, smoothness, steps, c, p, authors))
 
 
-def unrolled(recursion):
+def unrolled(recursion: Recursion) -> Weights:
     """The weights of E_0 and of each step's noise after the last step.
 
     Args:
@@ -175,7 +243,13 @@ def unrolled(recursion):
     return float(left[0]), np.append(left[1:], 1.0) * gains
 
 
-def accelerated_bound(weights, initial_error, noise_variance, dimension, sampling_variance=0.0):
+def accelerated_bound(
+    weights: Weights,
+    initial_error: float,
+    noise_variance: npt.ArrayLike,
+    dimension: int,
+    sampling_variance: float = 0.0,
+) -> float:
     """E_T ≤ a_{T,0}·E_0 + Σ_t a_{T,t}·(d·variance_t + σ_s²)/2, for any noise of mean 0 (4.3).
 
     Args:
@@ -191,7 +265,7 @@ def accelerated_bound(weights, initial_error, noise_variance, dimension, samplin
     return float(first * initial_error + np.sum(others * noise_power) / 2)
 
 
-def sampling_variance(sensitivity, batch_size, num_examples):
+def sampling_variance(sensitivity: float, batch_size: int, num_examples: int) -> float:
     """σ_s² = (S_1²/4)·(1/m)·(n − m)/(n − 1), bounds E‖batch gradient − full gradient‖² (3.13).
 
     Args:
@@ -212,7 +286,7 @@ def sampling_variance(sensitivity, batch_size, num_examples):
 # Spending a privacy budget.
 
 
-def allocate_epsilon(weights, epsilon):
+def allocate_epsilon(weights: npt.ArrayLike, epsilon: float) -> np.ndarray:
     """Splits a pure ε over the steps: ε_t = ε·w_t^{1/3}/Σ_j w_j^{1/3}, for Laplace noise (4.5).
 
     Minimises Σ_t w_t·b_t² for full batches, where ε_t = S_1/(n·b_t); for smaller ones it is a
@@ -230,7 +304,7 @@ def allocate_epsilon(weights, epsilon):
     return epsilon * _shares(weights, epsilon, 1)
 
 
-def allocate_rho(weights, rho):
+def allocate_rho(weights: npt.ArrayLike, rho: float) -> np.ndarray:
     """Splits a zCDP budget ρ over the steps: ρ_t = ρ·w_t^{1/2}/Σ_j w_j^{1/2}, for Gaussian noise.
 
     Minimises Σ_t w_t·σ_t² for full batches, where ρ_t ∝ 1/σ_t².
@@ -240,7 +314,9 @@ def allocate_rho(weights, rho):
     return rho * _shares(weights, rho, 2)
 
 
-def optimal_bounds(recursion, initial_error, noise_cost, exponent=1):
+def optimal_bounds(
+    recursion: Recursion, initial_error: float, noise_cost: float, exponent: float = 1
+) -> np.ndarray:
     """The bound after τ = 1, …, T steps, each τ with the best allocation of the budget (4.6).
 
     a_{τ,0}·E_0 + noise_cost·(Σ_{j≤τ} a_{τ,j}^{p/(2+p)})^{(2+p)/p}. Takes O(T).
@@ -272,7 +348,9 @@ def optimal_bounds(recursion, initial_error, noise_cost, exponent=1):
     return np.cumprod(contractions) * initial_error + noise_cost * sums ** (1 / power)
 
 
-def best_number_of_steps(recursion, initial_error, noise_cost, exponent=1):
+def best_number_of_steps(
+    recursion: Recursion, initial_error: float, noise_cost: float, exponent: float = 1
+) -> int:
     """T', the number of steps up to T with the smallest bound: later ones cost more than they gain.
 
     Args and errors: as for `optimal_bounds`.
@@ -280,7 +358,9 @@ def best_number_of_steps(recursion, initial_error, noise_cost, exponent=1):
     return int(np.argmin(optimal_bounds(recursion, initial_error, noise_cost, exponent))) + 1
 
 
-def laplace_scale(epsilon_step, sensitivity, batch_size, num_examples):
+def laplace_scale(
+    epsilon_step: float | np.ndarray, sensitivity: float, batch_size: int, num_examples: int
+) -> float | np.ndarray:
     """b of the Laplace noise on the mean over m examples: S_1/(m·ln(1 + (e^ε − 1)·n/m)) (3.4).
 
     Args:
@@ -305,7 +385,9 @@ def laplace_scale(epsilon_step, sensitivity, batch_size, num_examples):
     return sensitivity / (batch_size * within)[()]
 
 
-def laplace_epsilon(scale, sensitivity, batch_size, num_examples):
+def laplace_epsilon(
+    scale: float | np.ndarray, sensitivity: float, batch_size: int, num_examples: int
+) -> float | np.ndarray:
     """ε of one step with Laplace noise of scale b: ln(1 + (m/n)(e^{S_1/(bm)} − 1)) (3.3).
 
     The inverse of `laplace_scale`. Pure ε adds up over the steps.
@@ -326,7 +408,7 @@ def laplace_epsilon(scale, sensitivity, batch_size, num_examples):
     return np.where(np.isfinite(growth), np.log1p(growth), within + np.log(rate))[()]
 
 
-def adp_improvement(step_sizes):
+def adp_improvement(step_sizes: npt.ArrayLike) -> float:
     """M_dp/M_adp = T·Ση_t²/(Ση_t)² ≥ 1: what noise that follows the step sizes gains.
 
     The ratio of the noise terms of two bounds at one budget: noise of the same size at each step,
@@ -348,7 +430,12 @@ def adp_improvement(step_sizes):
 # The heavy ball.
 
 
-def heavy_ball_rate(strong_convexity, smoothness, learning_rate, momentum):
+def heavy_ball_rate(
+    strong_convexity: float,
+    smoothness: float,
+    learning_rate: float | np.ndarray,
+    momentum: float | np.ndarray,
+) -> float | np.ndarray:
     """ρ, the factor by which each step of the heavy ball shrinks distances on a quadratic (3.18).
 
     The largest modulus of ((1 + β − αλ) ± √((1 + β − αλ)² − 4β))/2 over λ = μ and λ = L.
@@ -375,7 +462,12 @@ def heavy_ball_rate(strong_convexity, smoothness, learning_rate, momentum):
     return np.max(moduli, axis=0)[()]
 
 
-def heavy_ball_floor(eigenvalues, learning_rate, momentum, noise_variance):
+def heavy_ball_floor(
+    eigenvalues: npt.ArrayLike,
+    learning_rate: float | np.ndarray,
+    momentum: float | np.ndarray,
+    noise_variance: float | np.ndarray,
+) -> float | np.ndarray:
     """What noise leaves of the error on a quadratic, however many steps are taken; at most this.
 
     L·(σ²/2)·Σ_i 2α(1 + β)/((1 − β)·λ_i·(2 + 2β − αλ_i)): L times the stationary E‖x_t − x*‖².
@@ -397,7 +489,8 @@ def heavy_ball_floor(eigenvalues, learning_rate, momentum, noise_variance):
     eigenvalues = _check_eigenvalues(eigenvalues)
     learning_rate, momentum = _check_heavy_ball(learning_rate, momentum)
     smoothness = eigenvalues[-1]
-    stable = heavy_ball_rate(eigenvalues[0], smoothness, learning_rate, momentum) < 1
+    rate = heavy_ball_rate(eigenvalues[0], smoothness, learning_rate, momentum)
+    stable = np.asarray(rate < 1)
     stiffness = np.multiply.outer(learning_rate, eigenvalues)
     slack = np.where(stable[..., None], 2 + 2 * momentum[..., None] - stiffness, 1.0)
     spread = np.sum(1 / (eigenvalues * slack), axis=-1)
@@ -405,7 +498,14 @@ def heavy_ball_floor(eigenvalues, learning_rate, momentum, noise_variance):
     return np.where(stable, gain, math.inf)[()] * noise_variance
 
 
-def heavy_ball_bound(steps, eigenvalues, learning_rate, momentum, initial_distance, noise_variance):
+def heavy_ball_bound(
+    steps: int | np.ndarray,
+    eigenvalues: npt.ArrayLike,
+    learning_rate: float,
+    momentum: float,
+    initial_distance: float,
+    noise_variance: float | np.ndarray,
+) -> float | np.ndarray:
     """E_t ≤ V·C_t²·ρ^{2t} + floor for the heavy ball on a quadratic (3.17).
 
     V = L·‖x_0 − x*‖² and C_t² = (t+1)² + (t−1)² + t²(ρ² + ρ^{−2}): the squared entries of the t-th
@@ -439,18 +539,18 @@ def heavy_ball_bound(steps, eigenvalues, learning_rate, momentum, initial_distan
 
 
 def heavy_ball_matrix_bound(
-    steps,
-    strong_convexity,
-    smoothness,
-    learning_rate,
-    momentum,
-    initial_error,
-    initial_distance,
-    noise_variance,
-    dimension,
-    sampling_variance=0.0,
-    rates=10,
-):
+    steps: int,
+    strong_convexity: float,
+    smoothness: float,
+    learning_rate: float,
+    momentum: float,
+    initial_error: float,
+    initial_distance: float,
+    noise_variance: float,
+    dimension: int,
+    sampling_variance: float = 0.0,
+    rates: int = 10,
+) -> float:
     """A bound on E_t for the heavy ball on any strongly convex F, from a matrix inequality (3.15).
 
     For each rate ρ of a grid, a linear program with cutting planes finds P ⪰ 0 (2 × 2) and c_0 ≥ 0
@@ -610,12 +710,12 @@ def _check_convexity(strong_convexity, smoothness):
         )
 
 
-def _check_eigenvalues(eigenvalues):
+def _check_eigenvalues(eigenvalues) -> np.ndarray:
     _check_positive("eigenvalues", eigenvalues)
     return np.sort(np.atleast_1d(np.asarray(eigenvalues, float)))
 
 
-def _check_heavy_ball(learning_rate, momentum):
+def _check_heavy_ball(learning_rate, momentum) -> tuple[np.ndarray, np.ndarray]:
     _check_positive("learning_rate", learning_rate)
     learning_rate, momentum = np.asarray(learning_rate, float), np.asarray(momentum, float)
     if not np.all((momentum >= 0) & (momentum < 1)):

@@ -1,9 +1,12 @@
 """The least noise, and the largest batches, that meet a privacy budget."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
 import numbers
+from typing import TYPE_CHECKING
 
 import dp_accounting
 from scipy import optimize
@@ -20,6 +23,12 @@ from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.sampling import check_sampling, whole_number
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.noise import schedules
+from dp_keras_opt.types import Accountant
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.repetitions import RandomRepetitions
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 _LEAST, _MOST = 2.0**-10, 2.0**20  # noise multipliers outside are not searched
 _TOLERANCE = 3e-5  # relative
@@ -27,17 +36,17 @@ _ROUGHLY = 16  # distinct schedule factors in the first, quick search
 
 
 def calibrate(
-    optimizer,
-    sampling,
-    steps,
-    epsilon,
-    delta,
-    accountant="rdp",
+    optimizer: PrivateOptimizer,
+    sampling: Sampling,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "rdp",
     *,
-    spent=None,
-    runs=1,
-    selection=None,
-):
+    spent: Ledger | None = None,
+    runs: int = 1,
+    selection: RandomRepetitions | None = None,
+) -> float:
     """Finds the smallest noise multiplier that meets the budget, and sets it.
 
     Args:
@@ -174,8 +183,15 @@ def _beside(before, total, alone, epsilon):
 
 
 def affordable_batch_size(
-    optimizer, sampling, epsilon, delta, accountant="rdp", *, steps=None, epochs=None
-):
+    optimizer: PrivateOptimizer,
+    sampling: Sampling,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "rdp",
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+) -> int:
     """The largest expected batch size whose training meets the budget, at the noise given.
 
     Noise and sum are both divided by the batch size, so that larger batches have less noise in

@@ -1,11 +1,16 @@
 """Composition theorems of the ADP-SGD paper, to compare with; the accountants are far tighter."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 
-def advanced_composition(epsilons, deltas, slack):
+def advanced_composition(
+    epsilons: Sequence[float] | np.ndarray,
+    deltas: float | Sequence[float] | np.ndarray,
+    slack: float,
+) -> tuple[float, float]:
     """The guarantee of mechanisms that are (ε_i, δ_i)-private each (Lemma 2.2).
 
     ε = √(2·ln(1/δ')·Σε_i²) + Σ ε_i(e^{ε_i} − 1)/(e^{ε_i} + 1),  δ = 1 − Π(1 − δ_i) + δ'.
@@ -37,7 +42,13 @@ def advanced_composition(epsilons, deltas, slack):
     return float(epsilon), float(-np.expm1(np.sum(np.log1p(-deltas))) + slack)
 
 
-def adp_noise_multiplier(epsilon, delta, num_examples, batch_size, alphas):
+def adp_noise_multiplier(
+    epsilon: float,
+    delta: float,
+    num_examples: int,
+    batch_size: int,
+    alphas: Sequence[float] | np.ndarray,
+) -> float:
     """The noise multiplier that Theorem 4.1 of the ADP-SGD paper asks for, α_t aside.
 
     σ = (16·m/(n·ε))·√(ln(16T/(nδ))·ln(1.25/δ)·Σ1/α_t²), the noise of the mean over m examples in

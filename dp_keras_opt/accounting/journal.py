@@ -19,7 +19,7 @@ from dp_keras_opt import files
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 _START = b'{"run": "'
 

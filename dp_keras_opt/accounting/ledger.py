@@ -1,9 +1,14 @@
 """The record of what was spent: which steps ran, with which noise, on which batches."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math
+import pathlib
 import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.events import step_event
@@ -12,6 +17,14 @@ from dp_keras_opt.accounting.sampling import check_sampling, need_sampling, whol
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.noise import schedules
+from dp_keras_opt.types import Accountant, Path
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.repetitions import RandomRepetitions
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.noise.mechanism import Release
+    from dp_keras_opt.noise.schedules import NoiseSchedule
+    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 _FORMAT = 1
 _MOST_STEPS = 2**40
@@ -49,9 +62,9 @@ class Ledger:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path=None):
+    def __init__(self, path: Path | None = None) -> None:
         self._closed = []
-        self._current = None
+        self._current: Any = None
         self._pending = 0  # steps reserved and not yet settled
         self._journal = None if path is None else Journal(path)
         self._on_file = {}  # run -> its steps, as the file says
@@ -60,14 +73,14 @@ class Ledger:
             self._on_file = {segment.run: segment.steps for segment in self._closed}
 
     @classmethod
-    def of_segments(cls, segments):
+    def of_segments(cls, segments: Sequence[Segment]) -> Ledger:
         """The ledger, in memory, of these segments, all of them closed."""
         ledger = cls()
         ledger._closed = list(segments)
         return ledger
 
     @classmethod
-    def read(cls, path):
+    def read(cls, path: Path) -> Ledger:
         """What a ledger file says, also while another process writes to it; a copy in memory.
 
         Raises:
@@ -77,12 +90,12 @@ class Ledger:
         return cls.of_segments(_segments(read(path)[0]))
 
     @property
-    def path(self):
+    def path(self) -> pathlib.Path | None:
         """Of the file; None without one."""
-        return self._journal and self._journal.path
+        return None if self._journal is None else self._journal.path
 
     @classmethod
-    def of(cls, optimizer, sampling, steps):
+    def of(cls, optimizer: PrivateOptimizer, sampling: Sampling, steps: int) -> Ledger:
         """The planned ledger of `steps` steps of `optimizer` on batches of `sampling`.
 
         Args:
@@ -104,30 +117,30 @@ class Ledger:
         return ledger
 
     @property
-    def segments(self):
+    def segments(self) -> tuple[Segment, ...]:
         """All segments, oldest first."""
         return (*self._closed, *([self._current] if self._current else []))
 
     @property
-    def current(self):
+    def current(self) -> Segment | None:
         """The segment that the next steps belong to, None before `begin` and after `close`."""
         return self._current
 
     @property
-    def steps(self):
+    def steps(self) -> int:
         """Number of steps of all segments."""
         return sum(segment.steps for segment in self.segments)
 
     def begin(
         self,
-        releases,
-        sampling,
-        schedule=None,
-        clip_norm=None,
-        first_step=0,
-        run=None,
-        selection=None,
-    ):
+        releases: Sequence[Release],
+        sampling: Sampling,
+        schedule: NoiseSchedule | None = None,
+        clip_norm: float | None = None,
+        first_step: int = 0,
+        run: str | None = None,
+        selection: RandomRepetitions | None = None,
+    ) -> None:
         """Starts a new segment, to which the next steps belong.
 
         Args:
@@ -156,7 +169,7 @@ class Ledger:
         self.close()
         self._current = segment
 
-    def segment(self, run, steps):
+    def segment(self, run: str, steps: int) -> Segment:
         """The segment of a run after exactly so many steps.
 
         Raises:
@@ -171,7 +184,7 @@ class Ledger:
             "with it, or train on without it, which begins a new run."
         )
 
-    def resume(self, run, steps):
+    def resume(self, run: str, steps: int) -> None:
         """Makes the closed segment of a run the current one again, under a new name.
 
         The new name keeps apart what two processes do that both go on with the same run.
@@ -186,7 +199,7 @@ class Ledger:
         self._closed.remove(found)
         self._current = resumed
 
-    def reserve(self, steps):
+    def reserve(self, steps: int) -> None:
         """Counts `steps` steps that are about to run.
 
         Raises:
@@ -205,7 +218,7 @@ class Ledger:
         self._add(steps)
         self._pending += steps
 
-    def settle(self, reserved, executed):
+    def settle(self, reserved: int, executed: int) -> None:
         """Gives back those reserved steps that provably did not run.
 
         Where that ends the segment within an epoch, the next steps need a `begin`: the pass over
@@ -238,18 +251,18 @@ class Ledger:
         if self._current.breaks_off and not self._pending:
             self.close()
 
-    def epsilon(self, delta, accountant="rdp", exact=False):
+    def epsilon(self, delta: float, accountant: Accountant = "rdp", exact: bool = False) -> float:
         """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
         return accountants.epsilon_of(self.segments, delta, accountant, exact)
 
-    def epsilon_bracket(self, delta, accountant="rdp"):
+    def epsilon_bracket(self, delta: float, accountant: Accountant = "rdp") -> tuple[float, float]:
         """(lower, upper): `epsilon` is the upper one; with `exact=True` it would lie between.
 
         They differ where a noise schedule has more than 400 distinct factors, which are rounded.
         """
         return accountants.epsilon_bracket(self.segments, delta, accountant)
 
-    def affordable_steps(self, epsilon, delta, accountant="rdp"):
+    def affordable_steps(self, epsilon: float, delta: float, accountant: Accountant = "rdp") -> int:
         """How many further steps of the current segment keep within the budget.
 
         Args:
@@ -270,11 +283,11 @@ class Ledger:
             self._closed, self._current, limit, epsilon, delta, accountant
         )
 
-    def statement(self, delta, accountant="rdp", group_size=1):
+    def statement(self, delta: float, accountant: Accountant = "rdp", group_size: int = 1) -> str:
         """The guarantee in words; see `statement.statement`."""
         return statement(self, delta, accountant, group_size)
 
-    def merge(self, other):
+    def merge(self, other: Ledger) -> None:
         """Adds the history of `other`, counting once what both have recorded.
 
         Segments of the same run are one history: the longer one counts. Others are added. The
@@ -307,13 +320,13 @@ class Ledger:
         # A copy (copy, pickle) that trains on is another run than the original, and has no file.
         return vars(Ledger.of_segments(self.segments))
 
-    def to_json(self):
+    def to_json(self) -> str:
         """The ledger as text."""
         segments = [segment.to_config() for segment in self.segments if segment.steps]
         return json.dumps({"format": _FORMAT, "segments": segments}, indent=1)
 
     @classmethod
-    def from_json(cls, text):
+    def from_json(cls, text: str) -> Ledger:
         """The ledger that `to_json` wrote, with all its segments closed.
 
         Raises:
@@ -350,7 +363,7 @@ class Ledger:
     def _add(self, steps):
         self._current = dataclasses.replace(self._current, steps=self._current.steps + steps)
 
-    def close(self):
+    def close(self) -> None:
         """Ends the current segment: the next steps need a `begin`."""
         self.sync()
         if self._current and self._current.steps:
@@ -359,12 +372,12 @@ class Ledger:
 
     # The file.
 
-    def sync(self):
+    def sync(self) -> None:
         """Writes into the file how many steps of the current segment ran, without those ahead."""
         if self._current and self._current.run in self._on_file:
             self._record(self._current)
 
-    def release(self):
+    def release(self) -> None:
         """Ends the current segment and gives up the file, for another process to write to."""
         self.close()
         if self._journal:

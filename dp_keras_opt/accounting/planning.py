@@ -1,9 +1,25 @@
 """What training would cost, before it starts."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from dp_keras_opt.accounting.ledger import Ledger
+from dp_keras_opt.types import Accountant
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 
-def epsilon(optimizer, sampling, steps, delta, accountant="rdp", exact=False):
+def epsilon(
+    optimizer: PrivateOptimizer,
+    sampling: Sampling,
+    steps: int,
+    delta: float,
+    accountant: Accountant = "rdp",
+    exact: bool = False,
+) -> float:
     """Epsilon of `steps` training steps.
 
     Args:
@@ -26,7 +42,14 @@ def epsilon(optimizer, sampling, steps, delta, accountant="rdp", exact=False):
     return Ledger.of(optimizer, sampling, steps).epsilon(delta, accountant, exact)
 
 
-def statement(optimizer, sampling, steps, delta, accountant="rdp", group_size=1):
+def statement(
+    optimizer: PrivateOptimizer,
+    sampling: Sampling,
+    steps: int,
+    delta: float,
+    accountant: Accountant = "rdp",
+    group_size: int = 1,
+) -> str:
     """The guarantee of `steps` training steps in words.
 
     Args:

@@ -44,13 +44,13 @@ class RandomRepetitions:
             if not (is_number and least <= value < math.inf):
                 raise ValueError(f"{name} must be a number from {least}, received {value!r}.")
 
-    def event(self, run):
+    def event(self, run: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
         """The event of the choice; `run` is that of a single run."""
         if isinstance(run, dp_accounting.NonPrivateDpEvent):
             return run
         return dp_accounting.dp_event.RepeatAndSelectDpEvent(run, self.mean, self.shape)
 
-    def describe(self):
+    def describe(self) -> str:
         """One sentence on what the guarantee assumes of the choice."""
         return (
             f"Private selection: this is the best of a random number of such runs, {self.mean:g} "
@@ -59,7 +59,7 @@ class RandomRepetitions:
             "their scores came from data that need no protection."
         )
 
-    def draw(self, generator):
+    def draw(self, generator: np.random.Generator) -> int:
         """A number of runs.
 
         Args:

@@ -1,9 +1,14 @@
 """How batches are drawn from the data, and which data sets count as neighbours."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import numbers
 import operator
+from typing import Any
+
+from dp_keras_opt.types import Adjacency
 
 #: For each kind of sampling, the adjacencies under which it can be accounted.
 ADJACENCIES = {
@@ -59,7 +64,7 @@ class Sampling:
     kind: str
     num_examples: int
     batch_size: int
-    adjacency: str
+    adjacency: Adjacency
     unit: str = "example"
     drop_remainder: bool = False
     groups: int = 1
@@ -131,13 +136,13 @@ class Sampling:
     @classmethod
     def poisson(
         cls,
-        num_examples,
-        batch_size,
-        adjacency="add_or_remove_one",
+        num_examples: int,
+        batch_size: int,
+        adjacency: Adjacency = "add_or_remove_one",
         *,
-        unit="example",
-        examples_per_unit=None,
-    ):
+        unit: str = "example",
+        examples_per_unit: int | None = None,
+    ) -> Sampling:
         """Each unit is in each batch independently with probability B/n (batch sizes vary)."""
         return cls(
             "poisson",
@@ -150,26 +155,33 @@ class Sampling:
 
     @classmethod
     def without_replacement(
-        cls, num_examples, batch_size, adjacency="replace_one", *, unit="example"
-    ):
+        cls,
+        num_examples: int,
+        batch_size: int,
+        adjacency: Adjacency = "replace_one",
+        *,
+        unit: str = "example",
+    ) -> Sampling:
         """Each batch is a fresh, uniformly random subset of exactly B units."""
         return cls("without_replacement", num_examples, batch_size, adjacency, unit)
 
     @classmethod
-    def full(cls, num_examples, adjacency="add_or_remove_one", *, unit="example"):
+    def full(
+        cls, num_examples: int, adjacency: Adjacency = "add_or_remove_one", *, unit: str = "example"
+    ) -> Sampling:
         """Each batch is the whole training set."""
         return cls("full", num_examples, num_examples, adjacency, unit)
 
     @classmethod
     def shuffled(
         cls,
-        num_examples,
-        batch_size,
-        adjacency="replace_one",
+        num_examples: int,
+        batch_size: int,
+        adjacency: Adjacency = "replace_one",
         *,
-        unit="example",
-        drop_remainder=False,
-    ):
+        unit: str = "example",
+        drop_remainder: bool = False,
+    ) -> Sampling:
         """Epochs over a shuffled data set, in which each unit comes at most once an epoch.
 
         Accounted without amplification, as one release per started epoch. Set `drop_remainder`
@@ -180,13 +192,13 @@ class Sampling:
     @classmethod
     def shuffled_accounted_as_poisson(
         cls,
-        num_examples,
-        batch_size,
-        adjacency="add_or_remove_one",
+        num_examples: int,
+        batch_size: int,
+        adjacency: Adjacency = "add_or_remove_one",
         *,
-        unit="example",
-        drop_remainder=False,
-    ):
+        unit: str = "example",
+        drop_remainder: bool = False,
+    ) -> Sampling:
         """Shuffled epochs, accounted as if they were Poisson sampled: a heuristic, not a proof.
 
         Common practice, which may under-state epsilon; every statement says so.
@@ -197,13 +209,13 @@ class Sampling:
     @classmethod
     def fixed_order(
         cls,
-        num_examples,
-        batch_size,
-        adjacency="replace_one",
+        num_examples: int,
+        batch_size: int,
+        adjacency: Adjacency = "replace_one",
         *,
-        unit="example",
-        drop_remainder=False,
-    ):
+        unit: str = "example",
+        drop_remainder: bool = False,
+    ) -> Sampling:
         """Epochs in one order, the same in each: an example's steps are an epoch's length apart.
 
         What correlated noise needs; accounted without amplification, like `shuffled`.
@@ -212,8 +224,14 @@ class Sampling:
 
     @classmethod
     def cyclic_poisson(
-        cls, num_examples, batch_size, groups, adjacency="add_or_remove_one", *, unit="example"
-    ):
+        cls,
+        num_examples: int,
+        batch_size: int,
+        groups: int,
+        adjacency: Adjacency = "add_or_remove_one",
+        *,
+        unit: str = "example",
+    ) -> Sampling:
         """Poisson sampling from one group of units after the other, in turns.
 
         Each unit is assigned to a group without looking at the data. At step t those of group
@@ -223,37 +241,37 @@ class Sampling:
         return cls("cyclic_poisson", num_examples, batch_size, adjacency, unit, groups=groups)
 
     @property
-    def is_poisson(self):
+    def is_poisson(self) -> bool:
         """Whether units are drawn independently, so that batches can be of any size."""
         return self.kind in ("poisson", "cyclic_poisson")
 
     @property
-    def sampling_probability(self):
+    def sampling_probability(self) -> float:
         """q, the chance of a unit to be in a batch that it can be in: B/n, or B·groups/n."""
         return self.batch_size * self.groups / self.num_examples
 
     @property
-    def steps_per_epoch(self):
+    def steps_per_epoch(self) -> int:
         """Batches in one pass over the data; of cyclic sampling, in whole rounds of the groups."""
         if self.drop_remainder:
             return self.num_examples // self.batch_size
         return self.groups * math.ceil(self.num_examples / (self.batch_size * self.groups))
 
     @property
-    def period(self):
+    def period(self) -> int:
         """Each unit is in at most one batch of so many consecutive ones, counted from the start."""
         if self.kind in ("shuffled", "fixed_order"):
             return self.steps_per_epoch
         return self.groups
 
     @property
-    def separation(self):
+    def separation(self) -> int | None:
         """How many steps two batches of a unit are apart at least, None where it is not known."""
         known = {"full": 1, "fixed_order": self.steps_per_epoch, "cyclic_poisson": self.groups}
         return known.get(self.kind)
 
     @property
-    def noise_adjacency(self):
+    def noise_adjacency(self) -> Adjacency:
         """The adjacency whose sensitivity the noise of a batch is held against.
 
         The bound for subsets of fixed size (Wang et al. 2019, theorem 27) also compares the batches
@@ -264,11 +282,11 @@ class Sampling:
         return "replace_one" if self.kind == "without_replacement" else self.adjacency
 
     @property
-    def is_heuristic(self):
+    def is_heuristic(self) -> bool:
         """Whether epsilon rests on an assumption that is not proven for this sampling."""
         return self.kind == "shuffled_accounted_as_poisson"
 
-    def describe(self):
+    def describe(self) -> str:
         """In words, what the guarantee assumes of the data pipeline."""
         unit, n, size = self.unit, self.num_examples, self.batch_size
         chance = f"{size}/{n} = {self.sampling_probability:.4g}"
@@ -301,12 +319,12 @@ class Sampling:
             f"{unit} has one identifier, and no two share it."
         )
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """The attributes, as JSON-able values."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> Sampling:
         """The sampling with these attributes."""
         return cls(**config)
 

@@ -3,10 +3,13 @@
 import math
 
 import numpy as np
+import numpy.typing as npt
 from scipy import optimize, stats
 
 
-def one_run_p_value(canaries, guesses, correct, epsilon, delta):
+def one_run_p_value(
+    canaries: int, guesses: int, correct: int, epsilon: float, delta: float
+) -> float:
     """How probable so many right guesses are, at most, if a training is (ε, δ)-private.
 
     Each guess of a coin is right with probability q = e^ε/(1 + e^ε) at most, whatever the others
@@ -38,7 +41,9 @@ def one_run_p_value(canaries, guesses, correct, epsilon, delta):
     return float(min(1.0, w.sf(correct - 1) + 2 * canaries * delta * gain))
 
 
-def one_run_bound(canaries, guesses, correct, delta, confidence=0.95):
+def one_run_bound(
+    canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
+) -> float:
     """The largest ε that so many right guesses refute at this confidence; 0 if they refute none.
 
     Args: see `one_run_p_value`.
@@ -55,7 +60,14 @@ def one_run_bound(canaries, guesses, correct, delta, confidence=0.95):
     return max(0.0, optimize.brentq(excess, 0.0, high, xtol=tolerance) - tolerance)
 
 
-def many_run_bound(false_positives, without, false_negatives, with_, delta, confidence=0.95):
+def many_run_bound(
+    false_positives: int | np.ndarray,
+    without: int,
+    false_negatives: int | np.ndarray,
+    with_: int,
+    delta: float,
+    confidence: float = 0.95,
+) -> float | np.ndarray:
     """A lower bound on ε from the errors of a test that was fixed before these runs.
 
     An (ε, δ)-private training lets no test have 1 − FNR > e^ε·FPR + δ or 1 − FPR > e^ε·FNR + δ
@@ -83,7 +95,7 @@ def _clopper_pearson(errors, runs, share):
     return np.where(errors < runs, stats.beta.ppf(1 - share, errors + 1, runs - errors), 1.0)
 
 
-def membership_auc(members, others):
+def membership_auc(members: npt.ArrayLike, others: npt.ArrayLike) -> float:
     """The chance that a member's score is above that of another, ties counting half."""
     members, others = np.ravel(members), np.ravel(others)
     if not len(members) or not len(others):

@@ -1,7 +1,11 @@
 """The audit: canaries in or out, training, guesses from what it releases."""
 
+from __future__ import annotations
+
 import dataclasses
 import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import keras
 import numpy as np
@@ -18,6 +22,17 @@ from dp_keras_opt.clipping.clipped_sum import (
     per_example_gradients,
 )
 from dp_keras_opt.data import poisson_batches
+from dp_keras_opt.types import Accountant
+
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.query import Query
+    from dp_keras_opt.data import Batches
+    from dp_keras_opt.model import DPModel
+    from dp_keras_opt.noise.release import Released
+
+
+#: How much speaks for the presence of each canary; see `canary_audit`.
+Score: TypeAlias = Literal["loss"] | Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +64,7 @@ class AuditReport:
     method: str
 
     @property
-    def passed(self):
+    def passed(self) -> bool:
         """Whether the claim was not refuted."""
         return self.lower_bound <= self.epsilon
 
@@ -66,7 +81,9 @@ class AuditReport:
 # What somebody who sees all releases knows of the coins.
 
 
-def inclusion_estimates(model, canaries, queries, released):
+def inclusion_estimates(
+    model: DPModel, canaries: Batch, queries: Sequence[Query], released: Sequence[Released]
+) -> tuple[tf.Tensor, tf.Tensor]:
     """For each noisy mean that a step releases, an unbiased guess of each canary's presence.
 
     B·⟨c, g̃⟩/‖c‖², g̃ the released mean and c what the canary contributes if it is there, clipped as
@@ -104,7 +121,7 @@ def inclusion_estimates(model, canaries, queries, released):
     return tf.stack(estimates), tf.stack(stds)
 
 
-def matched_filter(estimates, stds):
+def matched_filter(estimates: np.ndarray, stds: np.ndarray) -> np.ndarray:
     """The estimates of all steps, weighted by their precisions: best against independent noise.
 
     Args:
@@ -209,22 +226,22 @@ class _Training:
 
 
 def canary_audit(
-    make_model,
-    data,
-    canaries=256,
+    make_model: Callable[[], DPModel],
+    data: tuple[Any, Any],
+    canaries: int | tuple[Any, Any] = 256,
     *,
-    delta,
-    batches=None,
-    epochs=1,
-    score=matched_filter,
-    replacements=None,
-    runs=1,
-    guesses=(1.0, 0.25, 0.0625),
-    confidence=0.95,
-    accountant="rdp",
-    observe=inclusion_estimates,
-    seed=None,
-):
+    delta: float,
+    batches: Callable[[tuple[Any, Any, Any]], Batches] | None = None,
+    epochs: int = 1,
+    score: Score | tuple[Score, ...] = matched_filter,
+    replacements: tuple[Any, Any] | None = None,
+    runs: int = 1,
+    guesses: Sequence[float] = (1.0, 0.25, 0.0625),
+    confidence: float = 0.95,
+    accountant: Accountant = "rdp",
+    observe: Callable[..., tuple[tf.Tensor, tf.Tensor]] = inclusion_estimates,
+    seed: int | None = None,
+) -> AuditReport:
     """Tries to refute the ε that a private training claims, by guessing which canaries it saw.
 
     With `runs=1`, all canaries are in one training, each by a fair coin: the audit of Steinke,

@@ -1,14 +1,22 @@
 """Steps 1-3: geometry, bound, sum. The only code that sees raw gradients."""
 
+from __future__ import annotations
+
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from dp_keras_opt.clipping import book_keeping, per_example, users
 from dp_keras_opt.clipping.book_keeping import recording
 from dp_keras_opt.clipping.factors import rounding
+
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.book_keeping import Plan
+    from dp_keras_opt.clipping.query import Query
 
 
 class Batch(NamedTuple):
@@ -31,12 +39,12 @@ class Batch(NamedTuple):
     public: Any = None
 
     @property
-    def rows(self):
+    def rows(self) -> int | None:
         """Number of rows where it is static, else None."""
         return tf.nest.flatten(self.x)[0].shape[0]
 
     @property
-    def rows_per_user(self):
+    def rows_per_user(self) -> int | None:
         """K where each K consecutive rows are clipped as one, None where each row is."""
         by_row = self.mask is None or self.mask.shape.rank == 1
         return None if by_row else int(self.mask.shape[1])  # never by row because K is unknown
@@ -61,7 +69,13 @@ class ClippedSums(NamedTuple):
     non_finite: Any
 
 
-def clipped_sums(model, batch, queries, plan=None, loss_scale=1.0):
+def clipped_sums(
+    model: keras.Model,
+    batch: Batch | tuple[Any, ...],
+    queries: Sequence[Query],
+    plan: Plan | None = None,
+    loss_scale: float = 1.0,
+) -> ClippedSums:
     """One forward pass, one backward pass, one clipped sum per query (spec: core.md, steps 1-3).
 
     Args:
@@ -144,7 +158,7 @@ def _second_moment_products(directions, factors, weights):
     return tf.map_fn(product, list(directions))
 
 
-def clip_groups(model, query):
+def clip_groups(model: keras.Model, query: Query) -> list[tuple[Sequence[int], Any]]:
     """Which variables are clipped together, and to what bound.
 
     Returns:

@@ -1,5 +1,7 @@
 """Which engine serves which layer of a model."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ class Served(NamedTuple):
     engine: str
 
 
-def explain(model):
+def explain(model: keras.Model) -> list[Served]:
     """Prints which engine serves which layer, and returns it as a list of `Served`.
 
     Args:

@@ -1,5 +1,9 @@
 """The norms of examples' gradients: to choose a clip norm, on data that is public."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
@@ -8,9 +12,16 @@ from dp_keras_opt.clipping import users
 from dp_keras_opt.clipping.clipped_sum import Batch, norms_by_group, per_example_gradients
 from dp_keras_opt.clipping.query import UNCLIPPED
 from dp_keras_opt.clipping.self_check import checked_plan
+from dp_keras_opt.types import Norm
 
 
-def per_example_norms(model, batch, norm="l2", scale=None, batch_size=256):
+def per_example_norms(
+    model: keras.Model,
+    batch: tuple[Any, ...],
+    norm: Norm = "l2",
+    scale: Sequence[Any] | None = None,
+    batch_size: int = 256,
+) -> np.ndarray:
     """‖scale ⊙ gradient‖ of each example, before any clipping.
 
     Raw figures about each example, without noise: compute them on public data only, or on data

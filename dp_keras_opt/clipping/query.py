@@ -1,7 +1,12 @@
 """What an optimizer asks of the data, fixed before the data is touched."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import tensorflow as tf
+
+from dp_keras_opt.types import ClippingStyle, Norm
 
 
 class Query(NamedTuple):
@@ -28,18 +33,18 @@ class Query(NamedTuple):
             p pᵀ over their gradients p of all variables together.
     """
 
-    scale: Any = None
-    clip_norm: Any = 1.0
-    norm: str = "l2"
-    style: Any = "flat"
+    scale: Sequence[Any] | None = None
+    clip_norm: float | tf.Tensor = 1.0
+    norm: Norm = "l2"
+    style: ClippingStyle = "flat"
     normalize: bool = False
     gamma: float = 0.01
     square: bool = False
-    rows: str = "private"
+    rows: Literal["private", "public"] = "private"
     directions: Any = None
 
     @property
-    def sensitivity(self):
+    def sensitivity(self) -> float | tf.Tensor:
         """By how much one row, added or removed, moves the sum: C, or C² for squares.
 
         ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that.

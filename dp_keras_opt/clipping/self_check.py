@@ -3,8 +3,11 @@
 Nothing here looks at the training data: what the check decides would otherwise depend on it.
 """
 
+from __future__ import annotations
+
 import concurrent.futures
 import warnings
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -14,6 +17,9 @@ from dp_keras_opt.clipping import book_keeping, per_example, validation
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
 
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.book_keeping import Plan
+
 #: (rows, magnitude of floats, whether the changed row is an outlier) of the independence check.
 _DRAWS = ((3, 1.0, False), (17, 1.0, False), (17, 1.0, True), (17, 1e3, False), (5, 1e3, True))
 
@@ -21,7 +27,7 @@ _DRAWS = ((3, 1.0, False), (17, 1.0, False), (17, 1.0, True), (17, 1e3, False), 
 ROWS = 3
 
 
-def checked_plan(model, batch):
+def checked_plan(model: keras.Model, batch: Batch) -> Plan:
     """The engines that serve this model, each shown to be right on a synthetic batch.
 
     Args:
@@ -46,8 +52,9 @@ def checked_plan(model, batch):
 
     for rows, magnitude, outlier in _DRAWS:
         for row in (0, rows - 1):
-            pair = _synthetic_batches(batch, generator, rows, row, magnitude, outlier)
-            validation.check_independence(model, forward, *pair, row)
+            drawn = _synthetic_batches(batch, generator, rows, row, magnitude, outlier)
+            synthetic, changed = drawn
+            validation.check_independence(model, forward, synthetic, changed, row)
     synthetic, _ = _synthetic_batches(batch, generator)
     plan = book_keeping.plan(model)
     while True:

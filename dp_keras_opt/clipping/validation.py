@@ -13,7 +13,7 @@ MIXING = (
 )
 
 
-def validate(model):
+def validate(model: keras.Model) -> None:
     """Refuses what is known to break per-example clipping, before anything is run.
 
     Other ways of mixing examples are found by running the model on synthetic data before the first
@@ -50,7 +50,7 @@ def _problems(layer):
         )
 
 
-def fix(model):
+def fix(model: keras.Model) -> keras.Model:
     """A copy of a functional or Sequential model that can be trained privately.
 
     Each BatchNormalization becomes a GroupNormalization of the same axis, with up to 32 groups;
@@ -71,7 +71,7 @@ def fix(model):
     originals = {layer.name: layer for layer in model._flatten_layers(include_self=False)}
     for layer in fixed._flatten_layers(include_self=False):
         original = originals.get(layer.name)
-        if type(original) is type(layer) and not hasattr(layer, "layers"):
+        if original is not None and type(original) is type(layer) and not hasattr(layer, "layers"):
             layer.set_weights(original.get_weights())
     if hasattr(model, "ledger"):  # the weights carry what was spent on them
         fixed.ledger.merge(model.ledger)

@@ -5,17 +5,26 @@ and one buffer is then overwritten. The buffers are past noise: beside a release
 the raw sum. They live in the `NoiseSource`, which nothing saves.
 """
 
+from __future__ import annotations
+
 import abc
 import functools
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from dp_keras_opt.noise import strategies
 from dp_keras_opt.noise.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.noise.entropy import NoiseSource
 
 
 class Correlated(Mechanism):
@@ -31,17 +40,17 @@ class Correlated(Mechanism):
     norm = "l2"
     is_correlated = True
     #: Number of steps that a run may take, None without end.
-    length = None
+    length: int | None = None
     #: How many steps the draw of one step shows in, itself included.
     bands = 1
     #: How many buffers there are for each variable.
     slots = 0
 
-    def event(self, multiplier):
+    def event(self, multiplier: float) -> dp_accounting.DpEvent:
         return dp_accounting.GaussianDpEvent(multiplier)
 
     @abc.abstractmethod
-    def sensitivity(self, steps, separation=None):
+    def sensitivity(self, steps: int, separation: int | None = None) -> float:
         """How far one example moves C x over a run of so many steps.
 
         Args:
@@ -50,14 +59,14 @@ class Correlated(Mechanism):
         """
 
     @abc.abstractmethod
-    def mixing(self, step):
+    def mixing(self, step: int | tf.Tensor) -> tuple[Any, Any, Any, bool]:
         """What the noise of step `step` of the run, a scalar tensor, is made of.
 
         Returns:
             (gain, weights (slots,), slot to overwrite, whether with the noise or with the draw).
         """
 
-    def check_sampling(self, sampling):
+    def check_sampling(self, sampling: Sampling) -> None:
         """Refuses batches for which the sensitivity of a run is not known.
 
         Raises:
@@ -77,7 +86,9 @@ class Correlated(Mechanism):
                 f"{sampling.groups}. Use more groups or fewer bands."
             )
 
-    def unit_noise(self, shapes, source, stream=0):
+    def unit_noise(
+        self, shapes: Sequence[Any], source: NoiseSource, stream: Any = 0
+    ) -> list[tf.Tensor]:
         step, past = source.memory(stream)
         gain, weights, slot, keeps_noise = self.mixing(step)
         gain, weights = tf.cast(gain, source.dtype), tf.cast(weights, source.dtype)
@@ -117,7 +128,7 @@ class _Matrix(Correlated):
         self._rows = np.asarray(rows, np.float64)
         self.slots = self._rows.shape[-1] - 1
 
-    def mixing(self, step):
+    def mixing(self, step: int | tf.Tensor) -> tuple[Any, Any, Any, bool]:
         rows = tf.constant(self._rows, tf.float32)
         row = rows if rows.shape.rank == 1 else tf.gather(rows, step)
         if not self.slots:
@@ -128,10 +139,10 @@ class _Matrix(Correlated):
 
 
 class _Toeplitz(_Matrix):
-    def sensitivity(self, steps, separation=None):
+    def sensitivity(self, steps: int, separation: int | None = None) -> float:
         return strategies.toeplitz_sensitivity(self._rows, steps, separation)
 
-    def std(self, step):
+    def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return tf.gather(self._stds, step)
 
     def _set_coefficients(self, coefficients, steps):
@@ -158,11 +169,11 @@ class BandedMatrix(_Toeplitz):
     Reference: Choquette-Choo et al., "(Amplified) Banded Matrix Factorization", NeurIPS 2023.
     """
 
-    def __init__(self, steps, bands):
+    def __init__(self, steps: int, bands: int) -> None:
         self.steps, self.bands = _checked(steps, bands)
         self._set_coefficients(strategies.banded_coefficients(self.steps, self.bands), self.steps)
 
-    def check_sampling(self, sampling):
+    def check_sampling(self, sampling: Sampling) -> None:
         super().check_sampling(sampling)
         if sampling.separation < min(self.bands, self.steps):
             raise ValueError(
@@ -171,7 +182,7 @@ class BandedMatrix(_Toeplitz):
                 "or more steps an epoch."
             )
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"steps": self.steps, "bands": self.bands}
 
 
@@ -189,12 +200,12 @@ class SquareRootFactorization(_Toeplitz):
     Reference: Fichtenberger, Henzinger and Upadhyay, ICML 2023.
     """
 
-    def __init__(self, steps, bands):
+    def __init__(self, steps: int, bands: int) -> None:
         self.steps, self.bands = _checked(steps, bands)
         coefficients = strategies.square_root_coefficients(self.bands)
         self._set_coefficients(coefficients / np.linalg.norm(coefficients), self.steps)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"steps": self.steps, "bands": self.bands}
 
 
@@ -231,7 +242,7 @@ class FromMatrix(_Matrix):
         return {"matrix": self.matrix.tolist()}
 
 
-def from_matrix(matrix):
+def from_matrix(matrix: npt.ArrayLike) -> FromMatrix:
     """Correlated noise C⁻¹z of a lower-triangular (T, T) matrix C, scaled to unit column norm.
 
     Raises:
@@ -251,21 +262,21 @@ class TreeAggregation(Correlated):
     shuffling", ICML 2021.
     """
 
-    def __init__(self, steps):
+    def __init__(self, steps: int) -> None:
         self.steps, _ = _checked(steps, 1)
         self.length, self.slots = self.steps, self.steps.bit_length()
         self.bands = self.steps  # not a banded matrix: a node stays until the end
 
-    def sensitivity(self, steps, separation=None):
+    def sensitivity(self, steps: int, separation: int | None = None) -> float:
         return strategies.tree_sensitivity(steps, separation)
 
-    def mixing(self, step):
+    def mixing(self, step: int | tf.Tensor) -> tuple[Any, Any, Any, bool]:
         # With step t + 1 the nodes of the lower levels end, and one of this level begins.
         level = self._level(step)
         ended = tf.cast(tf.range(self.slots) < level, tf.float32)
         return 1.0, -ended, level, False
 
-    def std(self, step):
+    def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return tf.sqrt(1.0 + tf.cast(self._level(step), tf.float32))
 
     @staticmethod
@@ -275,11 +286,13 @@ class TreeAggregation(Correlated):
         lowest = tf.bitwise.bitwise_and(number, -number)
         return tf.cast(tf.round(tf.math.log(tf.cast(lowest, tf.float32)) / np.log(2.0)), tf.int32)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"steps": self.steps}
 
 
-def prefix_sum_rmse(mechanism, steps, separation=None):
+def prefix_sum_rmse(
+    mechanism: Correlated | None, steps: int, separation: int | None = None
+) -> float:
     """√(mean_t ‖row t of A·C⁻¹‖²)·sensitivity: the error of the sums of gradients, at equal ε.
 
     Args:
@@ -296,7 +309,8 @@ def prefix_sum_rmse(mechanism, steps, separation=None):
         sums = np.cumsum(strategies.inverse_coefficients(mechanism._rows, steps))
         powers = np.cumsum(sums**2)
     else:
-        inverse = np.linalg.inv(mechanism.matrix[:steps, :steps])
+        matrix: np.ndarray = getattr(mechanism, "matrix")  # noqa: B009
+        inverse = np.linalg.inv(matrix[:steps, :steps])
         powers = np.sum(np.cumsum(inverse, axis=0) ** 2, axis=1)
     return float(np.sqrt(np.mean(powers)) * mechanism.sensitivity(steps, separation))
 

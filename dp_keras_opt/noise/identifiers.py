@@ -1,11 +1,14 @@
 """Mechanisms by name."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import keras
 
 from dp_keras_opt.noise.mechanism import Mechanism
 
 
-def get(identifier):
+def get(identifier: Mechanism | str | Mapping[str, Any]) -> Mechanism:
     """Resolves a mechanism as Keras resolves strings, configurations and objects.
 
     Args:

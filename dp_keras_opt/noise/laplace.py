@@ -1,11 +1,19 @@
 """Independent Laplace noise: pure differential privacy."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 import keras
+import tensorflow as tf
 
 from dp_keras_opt.noise.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from dp_keras_opt.noise.entropy import NoiseSource
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -24,11 +32,13 @@ class Laplace(Mechanism):
     is_pure = True
     budget_exponent = 1
 
-    def event(self, multiplier):
+    def event(self, multiplier: float) -> dp_accounting.DpEvent:
         return dp_accounting.LaplaceDpEvent(multiplier)
 
-    def unit_noise(self, shapes, source, stream=0):
+    def unit_noise(
+        self, shapes: Sequence[Any], source: NoiseSource, stream: Any = 0
+    ) -> list[tf.Tensor]:
         return [source.laplace(shape) for shape in shapes]
 
-    def std(self, step):
+    def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return math.sqrt(2.0)

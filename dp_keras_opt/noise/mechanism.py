@@ -1,10 +1,22 @@
 """What a noise mechanism is, and what one release of it consists of."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
+import dp_accounting
 import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.types import Adjacency, Norm
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.noise.entropy import NoiseSource
 
 
 class Mechanism(abc.ABC):
@@ -18,28 +30,30 @@ class Mechanism(abc.ABC):
     """
 
     #: The norm in which queries must be clipped for `event` to hold: "l2" or "l1".
-    norm: str
+    norm: Norm
 
     #: Whether one release is (ε, 0)-differentially private, so that δ = 0 can be accounted.
     is_pure = False
 
     #: p, where a release whose noise has scale s spends a share of the budget proportional to s⁻ᵖ:
     #: 2 for zero-concentrated privacy, 1 for pure ε. None where releases are not independent.
-    budget_exponent = None
+    budget_exponent: int | None = None
 
     @abc.abstractmethod
-    def event(self, multiplier):
+    def event(self, multiplier: float) -> dp_accounting.DpEvent:
         """The `dp_accounting.DpEvent` of one release whose noise is `multiplier` × sensitivity."""
 
     #: Whether the noise of a step depends on that of earlier ones (`correlated.Correlated`).
     is_correlated = False
 
-    def check_sampling(self, sampling):
+    def check_sampling(self, sampling: Sampling) -> None:
         """Refuses a `Sampling` for which the noise cannot be accounted; here none."""
         return
 
     @abc.abstractmethod
-    def unit_noise(self, shapes, source, stream=0):
+    def unit_noise(
+        self, shapes: Sequence[Any], source: NoiseSource, stream: Any = 0
+    ) -> list[tf.Tensor]:
         """Unit draws, one float32 tensor for each of `shapes`, from the `NoiseSource`.
 
         Args:
@@ -49,16 +63,16 @@ class Mechanism(abc.ABC):
         """
 
     @abc.abstractmethod
-    def std(self, step):
+    def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         """Standard deviation of one coordinate of the unit noise of step `step` of the run (from
         0), a number or a scalar tensor."""
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """Constructor arguments, as in Keras."""
         return {}
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> Mechanism:
         """The mechanism with these constructor arguments."""
         return cls(**config)
 
@@ -81,16 +95,16 @@ class JointMoments:
 
     weight: float
     max_batch_size: int
-    adjacency: str
+    adjacency: Adjacency
 
     #: From this N on, `sensitivity` holds for batches of any size, by the projection.
     SAFE_FOR_ALL_SIZES = 4
 
-    def radius(self, clip_norm, batch_size):
+    def radius(self, clip_norm: float, batch_size: int) -> float:
         """The norm to which g is projected: what N examples reach at most."""
         return self.max_batch_size * clip_norm / batch_size
 
-    def sensitivity(self, clip_norm, batch_size):
+    def sensitivity(self, clip_norm: float, batch_size: int) -> float:
         """S, the joint L2 sensitivity of (g, √λ·g²) (spec: adaptive.md, joint moments).
 
         For batches of up to N examples: ‖g² − g'²‖ ≤ ‖g − g'‖·‖g + g'‖. For larger ones the
@@ -127,12 +141,12 @@ class Release:
     """
 
     query: int
-    statistic: str
+    statistic: Literal["mean", "mean_and_square", "public_mean", "public_values"]
     multiplier: float
     mechanism: Mechanism
     joint: JointMoments | None = None
 
     @property
-    def is_public(self):
+    def is_public(self) -> bool:
         """Whether this comes from what was declared public, and so costs nothing."""
         return self.statistic.startswith("public_")

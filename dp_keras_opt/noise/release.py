@@ -1,9 +1,17 @@
 """The privacy barrier: the one place where clipped sums become releasable numbers."""
 
+from __future__ import annotations
+
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.query import Query
+    from dp_keras_opt.noise.entropy import NoiseSource
+    from dp_keras_opt.noise.mechanism import Release
 
 
 class Released(NamedTuple):
@@ -15,12 +23,20 @@ class Released(NamedTuple):
         square: for the statistic "mean_and_square", the noisy squares of the mean; else None.
     """
 
-    value: list
-    noise_std: Any
-    square: list | None = None
+    value: list[tf.Tensor]
+    noise_std: float | tf.Tensor
+    square: list[tf.Tensor] | None = None
 
 
-def release(releases, queries, sums, *, batch_size, alpha, source):
+def release(
+    releases: Sequence[Release],
+    queries: Sequence[Query],
+    sums: Sequence[list[tf.Tensor]],
+    *,
+    batch_size: int,
+    alpha: float | tf.Tensor,
+    source: NoiseSource,
+) -> list[Released]:
     """Adds the noise and divides by the expected batch size (spec: core.md, step 4).
 
     A function and not a method, so that no optimizer can override it.

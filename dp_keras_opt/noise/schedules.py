@@ -4,14 +4,35 @@ Where the noise enters an error bound as Σ_t w_t·(its variance at t), one theo
 an (unsampled) budget best: `allocate`. The papers differ in their w_t.
 """
 
+from __future__ import annotations
+
 import abc
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
 
 from dp_keras_opt import theory
 from dp_keras_opt.noise import identifiers
+
+if TYPE_CHECKING:
+    from dp_keras_opt.noise.mechanism import Mechanism
+
+__all__ = [
+    "Constant",
+    "Fixed",
+    "NoiseSchedule",
+    "allocate",
+    "from_function",
+    "get",
+    "inverse_root_step_size",
+    "multistage_optimal",
+    "nesterov_optimal",
+]
 
 
 class NoiseSchedule(abc.ABC):
@@ -22,22 +43,22 @@ class NoiseSchedule(abc.ABC):
     """
 
     #: Number of steps that the schedule covers, None without end. Training past it is refused.
-    length = None
+    length: int | None = None
 
     @abc.abstractmethod
-    def alphas(self, start, steps):
+    def alphas(self, start: int, steps: int) -> np.ndarray:
         """α of steps start .. start + steps − 1, a float64 array (for the accountant)."""
 
     @abc.abstractmethod
-    def alpha(self, step):
+    def alpha(self, step: int | tf.Tensor) -> float | tf.Tensor:
         """α of one step, a float32 scalar (for the graph; `step` may be a tensor)."""
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """Constructor arguments, as in Keras."""
         return {}
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> NoiseSchedule:
         """The schedule with these constructor arguments."""
         return cls(**config)
 
@@ -52,10 +73,10 @@ class NoiseSchedule(abc.ABC):
 class Constant(NoiseSchedule):
     """The same noise at every step: α_t = 1."""
 
-    def alphas(self, start, steps):
+    def alphas(self, start: int, steps: int) -> np.ndarray:
         return np.ones(steps)
 
-    def alpha(self, step):
+    def alpha(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return 1.0
 
 
@@ -70,7 +91,9 @@ class Fixed(NoiseSchedule):
         ValueError: `values` is empty, or holds a number that is not positive and finite.
     """
 
-    def __init__(self, values):
+    length: int
+
+    def __init__(self, values: Sequence[float] | np.ndarray) -> None:
         # float32 is what the graph multiplies with, so it is also what is accounted.
         self.values = np.array(values, np.float32)  # a copy: the caller may write to theirs
         if self.values.ndim != 1 or not self.values.size:
@@ -79,7 +102,7 @@ class Fixed(NoiseSchedule):
             raise ValueError("The factors of a noise schedule must be positive and finite.")
         self.length = len(self.values)
 
-    def alphas(self, start, steps):
+    def alphas(self, start: int, steps: int) -> np.ndarray:
         if start + steps > self.length:
             raise ValueError(
                 f"The noise schedule ends after {self.length} steps; "
@@ -87,14 +110,14 @@ class Fixed(NoiseSchedule):
             )
         return self.values[start : start + steps].astype(np.float64)
 
-    def alpha(self, step):
+    def alpha(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return keras.ops.take(self.values, step)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"values": self.values.tolist()}
 
 
-def from_function(function, steps):
+def from_function(function: Callable[[int], float], steps: int) -> Fixed:
     """α_t = function(t) for t = 1, …, T, evaluated now.
 
     Args:
@@ -104,7 +127,7 @@ def from_function(function, steps):
     return Fixed([float(function(t)) for t in range(1, steps + 1)])
 
 
-def allocate(weights, mechanism="gaussian"):
+def allocate(weights: npt.ArrayLike, mechanism: Mechanism | str = "gaussian") -> Fixed:
     """The noise schedule that minimises Σ_t w_t·(variance at t) at a fixed unsampled budget.
 
     α_t ∝ w_t^(−1/4) for Gaussian noise (Σ1/σ_t² fixed), α_t ∝ w_t^(−1/3) for Laplace noise (Σ1/b_t
@@ -138,7 +161,11 @@ def _budget_exponent(mechanism):
     return power
 
 
-def inverse_root_step_size(learning_rate, steps, mechanism="gaussian"):
+def inverse_root_step_size(
+    learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,
+    steps: int,
+    mechanism: Mechanism | str = "gaussian",
+) -> Fixed:
     """ADP-SGD's schedule: less noise where steps are large, α_t ∝ η_t^(−1/2).
 
     That is `allocate` with w_t = η_t² (with Laplace noise, α_t ∝ η_t^(−2/3)).
@@ -170,18 +197,18 @@ def inverse_root_step_size(learning_rate, steps, mechanism="gaussian"):
 
 
 def nesterov_optimal(
-    strong_convexity,
-    smoothness,
-    learning_rate,
-    steps,
-    mechanism="gaussian",
+    strong_convexity: float,
+    smoothness: float,
+    learning_rate: float,
+    steps: int,
+    mechanism: Mechanism | str = "gaussian",
     *,
-    initial_error=None,
-    noise_cost=None,
-    epsilon=None,
-    sampling_probability=1.0,
-    authors=False,
-):
+    initial_error: float | None = None,
+    noise_cost: float | None = None,
+    epsilon: float | None = None,
+    sampling_probability: float = 1.0,
+    authors: bool = False,
+) -> Fixed:
     """The schedule that minimises the error bound of `DPNesterov` after the last step.
 
     Later steps get less noise, since what earlier ones added has died away:
@@ -218,19 +245,19 @@ def nesterov_optimal(
 
 
 def multistage_optimal(
-    strong_convexity,
-    smoothness,
-    steps,
-    c=1.0,
-    p=1,
-    mechanism="gaussian",
+    strong_convexity: float,
+    smoothness: float,
+    steps: int,
+    c: float = 1.0,
+    p: float = 1,
+    mechanism: Mechanism | str = "gaussian",
     *,
-    initial_error=None,
-    noise_cost=None,
-    epsilon=None,
-    sampling_probability=1.0,
-    authors=False,
-):
+    initial_error: float | None = None,
+    noise_cost: float | None = None,
+    epsilon: float | None = None,
+    sampling_probability: float = 1.0,
+    authors: bool = False,
+) -> Fixed:
     """The schedule that minimises the error bound of `DPMultistageNesterov` after the last step.
 
     Args:
@@ -270,7 +297,9 @@ def _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, probabili
     return Fixed(alphas / np.exp(np.mean(np.log(alphas))))
 
 
-def get(identifier):
+def get(
+    identifier: NoiseSchedule | Sequence[float] | np.ndarray | Mapping[str, Any] | None,
+) -> NoiseSchedule:
     """Resolves None (constant noise), a list of factors, a `NoiseSchedule` or a serialised one."""
     if identifier is None:
         return Constant()

@@ -1,5 +1,8 @@
 """Step 4 of the pipeline: optimizers, one rule a file."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import keras
 
 from dp_keras_opt.optimizers import moments
@@ -43,7 +46,7 @@ __all__ = [
 ]
 
 
-def classes():
+def classes() -> dict[str, type[PrivateOptimizer]]:
     """All private optimizers by their names in lower case."""
     exported = {name: globals()[name] for name in __all__ if name != "PrivateOptimizer"}
     return {
@@ -53,7 +56,7 @@ def classes():
     }
 
 
-def get(identifier, **kwargs):
+def get(identifier: PrivateOptimizer | str | Mapping[str, Any], **kwargs: Any) -> PrivateOptimizer:
     """Resolves the name of a private optimizer, its configuration, or an optimizer object.
 
     Args:

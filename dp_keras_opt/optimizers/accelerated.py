@@ -1,13 +1,22 @@
 """Accelerated methods: heavy ball, Nesterov, and Nesterov in stages."""
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt import theory
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.types import LearningRate
+
+if TYPE_CHECKING:
+    from dp_keras_opt.noise.release import Released
 
 
 class _Accelerated(PrivateOptimizer, keras.optimizers.Optimizer):
@@ -17,14 +26,14 @@ class _Accelerated(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate=0.01,
-        momentum=0.9,
-        strong_convexity=None,
+        learning_rate: LearningRate = 0.01,
+        momentum: float = 0.9,
+        strong_convexity: float | None = None,
         *,
-        clip_norm,
-        batch_size,
-        **kwargs,
-    ):
+        clip_norm: float,
+        batch_size: int,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
@@ -35,7 +44,7 @@ class _Accelerated(PrivateOptimizer, keras.optimizers.Optimizer):
         self.momentum = float(momentum)
         self.strong_convexity = strong_convexity
 
-    def build(self, variables):
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         super().build(variables)
@@ -55,7 +64,7 @@ class _Accelerated(PrivateOptimizer, keras.optimizers.Optimizer):
         self.assign(v, ops.cast(self._beta, v.dtype) * v - step)
         return ops.convert_to_tensor(v)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {
             "momentum": self.momentum,
             "strong_convexity": self.strong_convexity,
@@ -79,7 +88,9 @@ class DPHeavyBall(_Accelerated):
     Reference: the paper on accelerated private methods, DP-SHB; Polyak, 1964.
     """
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
         velocity = self._accelerate(variable, rate * ops.cast(gradient, variable.dtype))
         self.assign_add(variable, velocity)
@@ -96,24 +107,26 @@ class DPNesterov(_Accelerated):
     Reference: the paper on accelerated private methods, DP-NAG; Nesterov, 2004.
     """
 
-    def build(self, variables):
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         super().build(variables)
         self._extrapolated = self.add_variable((), dtype="bool", name="extrapolated")
 
-    def prepare(self, variables):
+    def prepare(self, variables: Sequence[keras.Variable]) -> None:
         beta = ops.where(self._extrapolated, 0.0, self._beta)  # 0 if the variables are at z already
         for variable, v in zip(variables, self._velocities, strict=True):
             self.assign_add(variable, ops.cast(beta, v.dtype) * v)
         self.assign(self._extrapolated, ops.convert_to_tensor(True))
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         step = ops.cast(learning_rate, variable.dtype) * ops.cast(gradient, variable.dtype)
         self._accelerate(variable, step)
         self.assign_sub(variable, step)
 
-    def update(self, released):
+    def update(self, released: Sequence[Released]) -> None:
         super().update(released)
         self.assign(self._extrapolated, ops.convert_to_tensor(False))
 
@@ -173,8 +186,16 @@ class DPMultistageNesterov(DPNesterov):
     """
 
     def __init__(
-        self, *, strong_convexity, smoothness, c=1.0, p=1, clip_norm, batch_size, **kwargs
-    ):
+        self,
+        *,
+        strong_convexity: float,
+        smoothness: float,
+        c: float = 1.0,
+        p: int = 1,
+        clip_norm: float,
+        batch_size: int,
+        **kwargs: Any,
+    ) -> None:
         stages = Stages(strong_convexity, smoothness, c, p)
         super().__init__(
             stages,
@@ -189,7 +210,7 @@ class DPMultistageNesterov(DPNesterov):
     def _beta(self):
         return ops.where(self.stages.starts_again(self.iterations), 0.0, super()._beta)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         for name in ("learning_rate", "momentum"):
             del config[name]

@@ -1,9 +1,14 @@
 """DP-AdaGrad: AdaGrad on privatized gradients."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
+from dp_keras_opt.types import LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -25,15 +30,15 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
 
     def __init__(
         self,
-        learning_rate=0.001,
-        initial_accumulator_value=0.0,
-        epsilon=1e-7,
+        learning_rate: LearningRate = 0.001,
+        initial_accumulator_value: float = 0.0,
+        epsilon: float = 1e-7,
         *,
-        clip_norm,
-        batch_size,
-        noise_multiplier=None,
-        **kwargs,
-    ):
+        clip_norm: float,
+        batch_size: int,
+        noise_multiplier: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             learning_rate=learning_rate,
             initial_accumulator_value=initial_accumulator_value,
@@ -45,13 +50,15 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
         )
 
     @property
-    def second_moments(self):
+    def second_moments(self) -> Sequence[keras.Variable]:
         return self._accumulators
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
         return v + square
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         gradient = ops.cast(gradient, variable.dtype)
         rate = ops.cast(learning_rate, variable.dtype)
         self._descend(variable, rate * gradient / self._take_in(variable))

@@ -1,9 +1,14 @@
 """DP-Adam: Adam on privatized gradients, its second moment from the source of your choice."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer, debiased
+from dp_keras_opt.types import LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -31,17 +36,17 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
 
     def __init__(
         self,
-        learning_rate=0.001,
-        beta_1=0.9,
-        beta_2=0.999,
-        epsilon=1e-7,
-        amsgrad=False,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
         *,
-        clip_norm,
-        batch_size,
-        noise_multiplier=None,
-        **kwargs,
-    ):
+        clip_norm: float,
+        batch_size: int,
+        noise_multiplier: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             learning_rate=learning_rate,
             beta_1=beta_1,
@@ -54,13 +59,15 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
             **kwargs,
         )
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
         return v + (square - v) * (1 - self.beta_2)
 
-    def corrected(self, v, steps):
+    def corrected(self, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
         return debiased(v, self.beta_2, steps)
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         gradient = ops.cast(gradient, variable.dtype)
         rate = ops.cast(learning_rate, variable.dtype)
         root = self._take_in(variable)
@@ -73,14 +80,14 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
         self._descend(variable, rate * gradient / root)
 
     @property
-    def linear(self):
+    def linear(self) -> bool:  # type: ignore[override]
         return not self.amsgrad
 
     @property
-    def geometry_moments(self):
+    def geometry_moments(self) -> Sequence[keras.Variable]:
         return self._velocity_hats if self.amsgrad else self._velocities
 
-    def dominant(self, index, v):
+    def dominant(self, index: int, v: tf.Tensor) -> tf.Tensor:
         if not self.amsgrad:
             return v
         largest = self._velocity_hats[index]

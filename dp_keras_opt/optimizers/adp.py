@@ -1,15 +1,25 @@
 """ADP-SGD: more of the budget where steps are large."""
 
+from __future__ import annotations
+
 import math
 import numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.projection import _positive_integer
 from dp_keras_opt.optimizers.sgd import DPSGD
+from dp_keras_opt.types import LearningRate
+
+if TYPE_CHECKING:
+    from dp_keras_opt.noise.mechanism import Mechanism
+    from dp_keras_opt.noise.release import Released
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -38,7 +48,16 @@ class ADPSGD(DPSGD):
     without the extra η_t of its equations (3) and (11).
     """
 
-    def __init__(self, learning_rate, steps, *, clip_norm, batch_size, noise="gaussian", **kwargs):
+    def __init__(
+        self,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,
+        steps: int,
+        *,
+        clip_norm: float,
+        batch_size: int,
+        noise: Mechanism | str = "gaussian",
+        **kwargs: Any,
+    ) -> None:
         _refuse_schedule(self, kwargs)
         if callable(learning_rate) and not isinstance(
             learning_rate, keras.optimizers.schedules.LearningRateSchedule
@@ -59,7 +78,7 @@ class ADPSGD(DPSGD):
         )
         self.steps = steps
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         del config["noise_schedule"]
         return config | {"steps": self.steps}
@@ -93,17 +112,17 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate=1.0,
+        learning_rate: LearningRate = 1.0,
         *,
-        steps,
-        growth=1e-3,
-        initial=20.0,
-        floor=1e-5,
-        clip_norm,
-        batch_size,
-        noise="gaussian",
-        **kwargs,
-    ):
+        steps: int,
+        growth: float = 1e-3,
+        initial: float = 20.0,
+        floor: float = 1e-5,
+        clip_norm: float,
+        batch_size: int,
+        noise: Mechanism | str = "gaussian",
+        **kwargs: Any,
+    ) -> None:
         _refuse_schedule(self, kwargs)
         steps = _positive_integer("steps", steps)
         for name, value in (("growth", growth), ("initial", initial), ("floor", floor)):
@@ -121,7 +140,7 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
         self.steps, self.growth = steps, float(growth)
         self.initial, self.floor = float(initial), float(floor)
 
-    def build(self, variables):
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         super().build(variables)
@@ -129,7 +148,7 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
             (), keras.initializers.Constant(self.initial), dtype="float32", name="square"
         )
 
-    def update(self, released):
+    def update(self, released: Sequence[Released]) -> None:
         gradients = self._regularized(released[0].value)
         size = sum(math.prod(g.shape) for g in gradients)
         power = size * ops.square(ops.convert_to_tensor(released[0].noise_std, "float32"))
@@ -137,12 +156,14 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
         self.assign_add(self._square, ops.maximum(norm - power, self.floor))
         self._apply(gradients, released[0].noise_std)
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         rate = ops.cast(learning_rate, "float32") / ops.sqrt(self._square)
         step = ops.cast(rate, variable.dtype) * ops.cast(gradient, variable.dtype)
         self.assign_sub(variable, step)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         del config["noise_schedule"]
         own = ("steps", "growth", "initial", "floor")

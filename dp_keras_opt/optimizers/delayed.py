@@ -6,9 +6,14 @@ clipped in the geometry 1/(√v + ε) of that v, and the privatized *preconditio
 step. One σ serves both phases, so the cost is that of DP-SGD.
 """
 
+from __future__ import annotations
+
 import numbers
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -20,14 +25,19 @@ from dp_keras_opt.optimizers.private_optimizer import (
     _FrozenAtBuild,
     _one_of,
 )
+from dp_keras_opt.types import LearningRate
+
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.query import Query
+    from dp_keras_opt.noise.release import Released
 
 _ABLATIONS = (None, "extra_query", "noise_before_preconditioning")
 
 
-def _delay(name, value):
+def _delay(name: str, value: Any) -> tuple[int, ...]:
     phases = tuple(value) if isinstance(value, tuple | list) else (value, value)
     valid = len(phases) == 2 and all(
-        isinstance(p, numbers.Integral) and not isinstance(p, bool) and p >= 1 for p in phases
+        isinstance(p, int | np.integer) and not isinstance(p, bool) and p >= 1 for p in phases
     )
     if not valid:
         raise ValueError(
@@ -72,18 +82,18 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate=0.1,
-        adaptive_learning_rate=0.1,
-        epsilon=1e-7,
-        delay=100,
+        learning_rate: LearningRate = 0.1,
+        adaptive_learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 0.1,
+        epsilon: float = 1e-7,
+        delay: int | Sequence[int] = 100,
         *,
-        clip_norm,
-        adaptive_clip_norm,
-        batch_size,
-        subtract_noise=False,
-        ablation=None,
-        **kwargs,
-    ):
+        clip_norm: float,
+        adaptive_clip_norm: float,
+        batch_size: int,
+        subtract_noise: bool = False,
+        ablation: Literal["extra_query", "noise_before_preconditioning"] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
@@ -100,7 +110,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         """The next v."""
         raise TypeError(f"{type(self).__name__} does not define how v accumulates.")
 
-    def build(self, variables):
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         super().build(variables)
@@ -123,7 +133,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         return place >= self.delay[0], ops.equal(place, self.delay[0] - 1)
 
     @property
-    def second_moment_estimates(self):
+    def second_moment_estimates(self) -> list[tf.Tensor]:
         return [ops.convert_to_tensor(v) for v in self._second_moments]
 
     def _geometry(self, adaptive):
@@ -133,7 +143,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
             for v in self._second_moments
         ]
 
-    def queries(self):
+    def queries(self) -> tuple[Query, ...]:
         adaptive, _ = self._phase
         clip_norm = ops.where(adaptive, self.adaptive_clip_norm, self.clip_norm)
         if self.ablation == "noise_before_preconditioning":
@@ -141,11 +151,11 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         preconditioned = self.query(self._geometry(adaptive), clip_norm)
         return (preconditioned, self.query()) if self.ablation else (preconditioned,)
 
-    def releases_for(self, noise_multiplier):
+    def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         count = 2 if self.ablation == "extra_query" else 1
         return tuple(Release(i, "mean", noise_multiplier, self.noise) for i in range(count))
 
-    def update(self, released):
+    def update(self, released: Sequence[Released]) -> None:
         adaptive, refresh = self._phase
         geometry = self._geometry(adaptive)
         noise_std = released[0].noise_std
@@ -198,7 +208,9 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
             return ops.where(ops.equal(self.iterations, 0), 1.0, float(self.delay[0]))
         return float(self.delay[0])
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         rate = ops.cast(self._rate(learning_rate), variable.dtype)
         self.assign_sub(variable, rate * ops.cast(gradient, variable.dtype))
 
@@ -220,7 +232,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         adaptive, _ = self._phase
         return ops.where(adaptive, ops.cast(rate, "float32"), ops.cast(learning_rate, "float32"))
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         rate = self.adaptive_learning_rate
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = keras.saving.serialize_keras_object(rate)
@@ -234,7 +246,9 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         }
 
     @classmethod
-    def from_config(cls, config, custom_objects=None):
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> DelayedPreconditioner:
         if isinstance(config["adaptive_learning_rate"], dict):
             rate = keras.saving.deserialize_keras_object(config["adaptive_learning_rate"])
             config = config | {"adaptive_learning_rate": rate}
@@ -245,14 +259,14 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
 class DP2RMSprop(DelayedPreconditioner):
     """DP² with v ← ρ·v + (1−ρ)·ḡ². Arguments: `rho` (0.9) and those of `DelayedPreconditioner`."""
 
-    def __init__(self, *args, rho=0.9, **kwargs):
+    def __init__(self, *args: Any, rho: float = 0.9, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rho = rho
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
         return self.rho * v + (1 - self.rho) * square
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"rho": self.rho}
 
 
@@ -260,7 +274,7 @@ class DP2RMSprop(DelayedPreconditioner):
 class DP2Yogi(DP2RMSprop):
     """DP² with v ← v + (1−ρ)·sign(ḡ² − v)·ḡ². Arguments: those of `DP2RMSprop`."""
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
         return v + (1 - self.rho) * ops.sign(square - v) * square
 
 
@@ -268,5 +282,5 @@ class DP2Yogi(DP2RMSprop):
 class DP2Adagrad(DelayedPreconditioner):
     """DP² with v ← v + ḡ². Arguments: those of `DelayedPreconditioner`."""
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
         return v + square

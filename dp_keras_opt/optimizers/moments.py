@@ -6,18 +6,41 @@ rule's accumulator v takes in, and what the step is divided by. Formulas: the pa
 principles for private adaptive optimizers, Algorithms 5 to 9.
 """
 
+from __future__ import annotations
+
 import math
 import numbers
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import JointMoments, Release
 from dp_keras_opt.optimizers.private_optimizer import _batch_size
+from dp_keras_opt.types import Adjacency
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
+
+__all__ = [
+    "BiasCorrected",
+    "Independent",
+    "Joint",
+    "Noiseless",
+    "PostProcessing",
+    "ScaleThenPrivatize",
+    "SecondMoment",
+    "SideInformation",
+    "get",
+]
 
 
 class SecondMoment:
@@ -33,13 +56,13 @@ class SecondMoment:
     #: Whether the optimizer needs public rows in each batch (`data.with_public`).
     needs_public = False
 
-    def check(self, rule):
+    def check(self, rule: AdaptiveOptimizer) -> None:
         """Refuses rules that the source does not go with."""
 
-    def check_sampling(self, sampling):
+    def check_sampling(self, sampling: Sampling) -> None:
         """Refuses batches for which the sensitivity would not be bounded."""
 
-    def check_projection(self):
+    def check_projection(self) -> None:
         """Refuses to have v in a subspace where the source knows it for each weight only."""
         if self.scaled:
             self._refuse_projection("clips in the geometry of v, which it needs for each weight")
@@ -50,40 +73,42 @@ class SecondMoment:
             "subspace. Use 'post_processing' or 'bias_corrected'."
         )
 
-    def build(self, rule, variables):
+    def build(self, rule: AdaptiveOptimizer, variables: Sequence[keras.Variable]) -> None:
         """Creates what the source has to remember."""
 
-    def queries(self, rule):
+    def queries(self, rule: AdaptiveOptimizer) -> tuple[Query, ...]:
         """The queries of this step."""
         if not self.scaled:
             return (rule.query(),)
         self._roots = self._geometry_roots(rule)
         return (rule.query(scale=[1.0 / root for root in self._roots]),)
 
-    def releases(self, rule, noise_multiplier):
+    def releases(self, rule: AdaptiveOptimizer, noise_multiplier: float) -> tuple[Release, ...]:
         """The releases of every step."""
         return (Release(0, "mean", noise_multiplier, rule.noise),)
 
-    def receive(self, rule, released):
+    def receive(self, rule: AdaptiveOptimizer, released: Sequence[Released]) -> list[tf.Tensor]:
         """Takes in the answers; returns the privatized gradients, in the geometry of 1."""
         if not self.scaled:
             return released[0].value
         return [g * root for g, root in zip(released[0].value, self._roots, strict=True)]
 
-    def noise_std(self, released):
+    def noise_std(self, released: Sequence[Released]) -> tf.Tensor | list[tf.Tensor]:
         """Std of the noise in what `receive` has returned; a list of tensors where they differ."""
         std = released[0].noise_std
         return [std * root for root in self._roots] if self.scaled else std
 
-    def accumulate(self, rule, index, v, gradient):
+    def accumulate(
+        self, rule: AdaptiveOptimizer, index: int, v: tf.Tensor, gradient: tf.Tensor
+    ) -> tf.Tensor:
         """The new v of one variable."""
         return rule.accumulate(v, ops.square(gradient))
 
-    def estimate(self, rule, v, steps):
+    def estimate(self, rule: AdaptiveOptimizer, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
         """v̂ after this many steps; where noise was taken off or added, it may be negative."""
         return rule.corrected(v, steps)
 
-    def root(self, rule, v_hat):
+    def root(self, rule: AdaptiveOptimizer, v_hat: tf.Tensor) -> tf.Tensor:
         """What the step is divided by."""
         return ops.sqrt(v_hat) + rule.epsilon
 
@@ -99,12 +124,12 @@ class SecondMoment:
     def _geometry_root(self, rule, v_hat):
         return self.root(rule, v_hat)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """Constructor arguments, as in Keras."""
         return {}
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> SecondMoment:
         """The source with these constructor arguments."""
         return cls(**config)
 
@@ -123,7 +148,7 @@ class BiasCorrected(SecondMoment):
     are not linear, and are refused.
     """
 
-    def check(self, rule):
+    def check(self, rule: AdaptiveOptimizer) -> None:
         if not rule.linear:
             raise ValueError(
                 "second_moment='bias_corrected' needs a second moment that is linear in the "
@@ -131,20 +156,20 @@ class BiasCorrected(SecondMoment):
                 "DPAdam (without amsgrad), DPRMSprop or DPAdagrad."
             )
 
-    def build(self, rule, variables):
+    def build(self, rule: AdaptiveOptimizer, variables: Sequence[keras.Variable]) -> None:
         self._power = rule.add_variable((), dtype="float32", name="noise_power")
 
-    def receive(self, rule, released):
+    def receive(self, rule: AdaptiveOptimizer, released: Sequence[Released]) -> list[tf.Tensor]:
         power = ops.square(ops.convert_to_tensor(released[0].noise_std, "float32"))
         rule.assign(self._power, rule.accumulate(ops.convert_to_tensor(self._power), power))
         return super().receive(rule, released)
 
-    def estimate(self, rule, v, steps):
+    def estimate(self, rule: AdaptiveOptimizer, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
         phi = rule.corrected(ops.convert_to_tensor(self._power), steps)
         v_hat = super().estimate(rule, v, steps)
         return v_hat - ops.cast(phi, v_hat.dtype)
 
-    def root(self, rule, v_hat):
+    def root(self, rule: AdaptiveOptimizer, v_hat: tf.Tensor) -> tf.Tensor:
         return ops.sqrt(ops.maximum(v_hat, rule.epsilon**2))
 
 
@@ -161,19 +186,19 @@ class ScaleThenPrivatize(SecondMoment):
 
     scaled = True
 
-    def __init__(self, epsilon=None):
+    def __init__(self, epsilon: float | None = None) -> None:
         if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
             raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
         self.epsilon = epsilon
 
-    def check(self, rule):
+    def check(self, rule: AdaptiveOptimizer) -> None:
         if not (self.epsilon or rule.epsilon):
             raise ValueError("scale_then_privatize needs epsilon > 0: s_1 is 1/epsilon.")
 
     def _geometry_root(self, rule, v_hat):
         return ops.sqrt(v_hat) + (rule.epsilon if self.epsilon is None else self.epsilon)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"epsilon": self.epsilon}
 
 
@@ -194,7 +219,12 @@ class Joint(SecondMoment):
         adjacency: the neighbouring relation that S is for; it must be that of the sampling.
     """
 
-    def __init__(self, weight, max_batch_size=None, adjacency="add_or_remove_one"):
+    def __init__(
+        self,
+        weight: float,
+        max_batch_size: int | None = None,
+        adjacency: Adjacency = "add_or_remove_one",
+    ) -> None:
         if max_batch_size is not None:
             max_batch_size = _batch_size("max_batch_size", max_batch_size)
         if adjacency not in ("add_or_remove_one", "zero_out", "replace_one"):
@@ -206,7 +236,7 @@ class Joint(SecondMoment):
         self.max_batch_size = max_batch_size
         self.adjacency = adjacency
 
-    def check(self, rule):
+    def check(self, rule: AdaptiveOptimizer) -> None:
         if rule.noise.norm != "l2":
             raise ValueError(
                 f"second_moment={type(self).__name__} releases (g, g²) as one Gaussian vector: its "
@@ -214,7 +244,7 @@ class Joint(SecondMoment):
                 "Gaussian noise, or another second_moment."
             )
 
-    def check_sampling(self, sampling):
+    def check_sampling(self, sampling: Sampling) -> None:
         least = JointMoments.SAFE_FOR_ALL_SIZES
         largest = math.inf if sampling.is_poisson else sampling.batch_size
         bound = self.max_batch_size or (0 if sampling.is_poisson else largest)
@@ -239,7 +269,7 @@ class Joint(SecondMoment):
             raise ValueError(f"weight (λ) must be positive and finite, received {weight!r}.")
         return float(weight)
 
-    def releases(self, rule, noise_multiplier):
+    def releases(self, rule: AdaptiveOptimizer, noise_multiplier: float) -> tuple[Release, ...]:
         joint = JointMoments(self._weight(rule), self._largest(rule), self.adjacency)
         return (Release(0, "mean_and_square", noise_multiplier, rule.noise, joint),)
 
@@ -249,20 +279,22 @@ class Joint(SecondMoment):
     def _largest(self, rule):
         return rule.batch_size if self.max_batch_size is None else self.max_batch_size
 
-    def check_projection(self):
+    def check_projection(self) -> None:
         self._refuse_projection("releases the squares of the gradient, weight by weight")
 
-    def receive(self, rule, released):
-        self._squares = released[0].square
+    def receive(self, rule: AdaptiveOptimizer, released: Sequence[Released]) -> list[tf.Tensor]:
+        self._squares: Any = released[0].square
         return released[0].value
 
-    def accumulate(self, rule, index, v, gradient):
+    def accumulate(
+        self, rule: AdaptiveOptimizer, index: int, v: tf.Tensor, gradient: tf.Tensor
+    ) -> tf.Tensor:
         return rule.accumulate(v, self._squares[index])
 
-    def root(self, rule, v_hat):
+    def root(self, rule: AdaptiveOptimizer, v_hat: tf.Tensor) -> tf.Tensor:
         return ops.sqrt(ops.maximum(v_hat, 0.0)) + rule.epsilon
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {
             "weight": self.weight,
             "max_batch_size": self.max_batch_size,
@@ -278,8 +310,10 @@ class Independent(Joint):
         max_batch_size, adjacency: see `Joint`.
     """
 
-    def __init__(self, max_batch_size=None, adjacency="add_or_remove_one"):
-        super().__init__(None, max_batch_size, adjacency)
+    def __init__(
+        self, max_batch_size: int | None = None, adjacency: Adjacency = "add_or_remove_one"
+    ) -> None:
+        super().__init__(None, max_batch_size, adjacency)  # type: ignore[arg-type]
 
     @staticmethod
     def _checked_weight(weight):
@@ -288,7 +322,7 @@ class Independent(Joint):
     def _weight(self, rule):
         return (rule.batch_size / ((2 * self._largest(rule) - 1) * rule.clip_norm)) ** 2
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         config.pop("weight")
         return config
@@ -307,21 +341,25 @@ class SideInformation(SecondMoment):
     Guarantee: none about the data that `values` was computed from. Declare only what is public.
     """
 
-    def __init__(self, values=None, scaled=False):
+    def __init__(
+        self,
+        values: Sequence[npt.ArrayLike] | Callable[[tf.Tensor], Sequence[Any]] | None = None,
+        scaled: bool = False,
+    ) -> None:
         self.values = values
         self.scaled = bool(scaled)
         self.needs_public = values is None
 
-    def check(self, rule):
+    def check(self, rule: AdaptiveOptimizer) -> None:
         if self.values is not None and getattr(rule, "amsgrad", False):
             raise ValueError("amsgrad=True means nothing where the second moment is given.")
 
-    def check_projection(self):
+    def check_projection(self) -> None:
         super().check_projection()
         if self.values is not None:
             self._refuse_projection("is given for each weight")
 
-    def build(self, rule, variables):
+    def build(self, rule: AdaptiveOptimizer, variables: Sequence[keras.Variable]) -> None:
         if self.values is None:
             return
         with tf.init_scope():  # now, and not at every step of the graph that may be traced here
@@ -351,7 +389,7 @@ class SideInformation(SecondMoment):
                 )
         return values
 
-    def queries(self, rule):
+    def queries(self, rule: AdaptiveOptimizer) -> tuple[Query, ...]:
         if callable(self.values):
             values = self._at(ops.convert_to_tensor(rule.iterations), rule.second_moments)
             for v, value in zip(rule.second_moments, values, strict=True):
@@ -359,35 +397,39 @@ class SideInformation(SecondMoment):
         public = (Query(rows="public"),) if self.needs_public else ()
         return super().queries(rule) + public
 
-    def releases(self, rule, noise_multiplier):
+    def releases(self, rule: AdaptiveOptimizer, noise_multiplier: float) -> tuple[Release, ...]:
         # So that the privacy statement says what was declared public.
-        statistic = "public_mean" if self.needs_public else "public_values"
+        statistic: Literal["public_mean", "public_values"] = (
+            "public_mean" if self.needs_public else "public_values"
+        )
         public = Release(1, statistic, 0.0, rule.noise)
         return (*super().releases(rule, noise_multiplier), public)
 
-    def receive(self, rule, released):
+    def receive(self, rule: AdaptiveOptimizer, released: Sequence[Released]) -> list[tf.Tensor]:
         gradients = super().receive(rule, released)  # in the geometry that was asked for
-        self._public = released[1].value if self.needs_public else None
+        self._public: Any = released[1].value if self.needs_public else None
         return gradients
 
-    def accumulate(self, rule, index, v, gradient):
+    def accumulate(
+        self, rule: AdaptiveOptimizer, index: int, v: tf.Tensor, gradient: tf.Tensor
+    ) -> tf.Tensor:
         return (
             rule.accumulate(v, ops.square(rule.in_subspace(index, self._public[index])))
             if self.needs_public
             else v
         )
 
-    def estimate(self, rule, v, steps):
+    def estimate(self, rule: AdaptiveOptimizer, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
         return super().estimate(rule, v, steps) if self.needs_public else v
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         values = self.values
         if values is not None and not callable(values):
             values = [np.asarray(value).tolist() for value in values]
         return {"values": keras.saving.serialize_keras_object(values), "scaled": self.scaled}
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> SideInformation:
         values = keras.saving.deserialize_keras_object(config["values"])
         return cls(**config | {"values": values})
 
@@ -402,7 +444,7 @@ class Noiseless(SecondMoment):
         scaled: whether the examples are also clipped in the geometry of v.
     """
 
-    def __init__(self, scaled=False):
+    def __init__(self, scaled: bool = False) -> None:
         warnings.warn(
             "second_moment='noiseless' uses gradients without noise: the training is not private "
             "(ε = ∞). It is a baseline for comparisons only.",
@@ -410,22 +452,24 @@ class Noiseless(SecondMoment):
         )
         self.scaled = bool(scaled)
 
-    def queries(self, rule):
+    def queries(self, rule: AdaptiveOptimizer) -> tuple[Query, ...]:
         queries = super().queries(rule)
         return (*queries, rule.query()) if self.scaled else queries
 
-    def releases(self, rule, noise_multiplier):
+    def releases(self, rule: AdaptiveOptimizer, noise_multiplier: float) -> tuple[Release, ...]:
         exact = Release(int(self.scaled), "mean", 0.0, rule.noise)  # of the query without geometry
         return (*super().releases(rule, noise_multiplier), exact)
 
-    def receive(self, rule, released):
+    def receive(self, rule: AdaptiveOptimizer, released: Sequence[Released]) -> list[tf.Tensor]:
         self._exact = released[1].value
         return super().receive(rule, released)
 
-    def accumulate(self, rule, index, v, gradient):
+    def accumulate(
+        self, rule: AdaptiveOptimizer, index: int, v: tf.Tensor, gradient: tf.Tensor
+    ) -> tf.Tensor:
         return rule.accumulate(v, ops.square(rule.in_subspace(index, self._exact[index])))
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"scaled": self.scaled}
 
 
@@ -443,7 +487,7 @@ _NAMES = {
 }
 
 
-def get(identifier):
+def get(identifier: SecondMoment | str | Mapping[str, Any]) -> SecondMoment:
     """Resolves a source of the second moment: an object, a name, or a serialised one.
 
     Raises:

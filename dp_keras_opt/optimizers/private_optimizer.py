@@ -1,10 +1,15 @@
 """What makes a Keras optimizer private: a mixin that all optimizers of this library share."""
 
+from __future__ import annotations
+
 import math
 import numbers
 import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -14,6 +19,17 @@ from dp_keras_opt.noise.entropy import NoiseSource
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.noise.secure import SecureNoiseSource
 from dp_keras_opt.optimizers import projection as projections
+from dp_keras_opt.types import ClippingStyle
+
+if TYPE_CHECKING:
+    from dp_keras_opt.accounting.sampling import Sampling
+    from dp_keras_opt.filters import Filter
+    from dp_keras_opt.noise.mechanism import Mechanism
+    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.schedules import NoiseSchedule
+    from dp_keras_opt.optimizers.projection import GaLore
+
+_Kept = TypeVar("_Kept")
 
 #: Keras arguments that would mean something else under clipping and noise, and what to use.
 _REFUSED = {
@@ -51,7 +67,7 @@ def refuse_arguments(owner, kwargs):
             raise ValueError(f"{owner} does not take {name}: {reason}.")
 
 
-class _FrozenAtBuild:
+class _FrozenAtBuild(Generic[_Kept]):
     """A parameter that the noise depends on: a traced graph would not notice a later change.
 
     Args:
@@ -59,22 +75,22 @@ class _FrozenAtBuild:
         later: whether None stands for "not set yet", which may be made good after the build.
     """
 
-    def __init__(self, check, later=False):
+    def __init__(self, check: Callable[[str, Any], _Kept], later: bool = False) -> None:
         self.check = check
         self.later = later
 
     def __set_name__(self, owner, name):
         self.name = name
 
-    def __get__(self, instance, owner=None):
+    def __get__(self, instance: Any, owner: type | None = None) -> _Kept:
         if instance is None:
-            return self
+            return self  # type: ignore[return-value]
         try:
             return vars(instance)["_" + self.name]
         except KeyError:  # not None: Keras skips assigning what getattr already gives
             raise AttributeError(f"{self.name} is not set yet.") from None
 
-    def __set__(self, instance, value):
+    def __set__(self, instance: Any, value: Any) -> None:
         value = self.check(self.name, value)
         current = vars(instance).get("_" + self.name)
         unset = current is None and self.later
@@ -86,20 +102,20 @@ class _FrozenAtBuild:
         object.__setattr__(instance, "_" + self.name, value)
 
 
-def _number(name, value):
+def _number(name, value) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
         raise ValueError(f"{name} must be a number, received {value!r}.")
     return float(value)
 
 
-def _clip_norm(name, value):
+def _clip_norm(name: str, value: Any) -> float:
     value = _number(name, value)
     if value <= 0:
         raise ValueError(f"{name} must be positive, received {value}.")
     return value
 
 
-def _noise_multiplier(name, value):
+def _noise_multiplier(name: str, value: Any) -> float | None:
     if value is None:
         return None
     value = _number(name, value)
@@ -108,7 +124,7 @@ def _noise_multiplier(name, value):
     return value
 
 
-def _batch_size(name, value):
+def _batch_size(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(
             f"{name} must be a positive integer, the expected batch size; received {value!r}."
@@ -125,7 +141,7 @@ def _one_of(*allowed):
     return check
 
 
-def _clipping_style(name, value):
+def _clipping_style(name: str, value: Any) -> ClippingStyle:
     if isinstance(value, dict) and value:
         shares = {str(layer): _clip_norm(f"{name}[{layer!r}]", v) for layer, v in value.items()}
         if math.inf in shares.values():
@@ -134,7 +150,7 @@ def _clipping_style(name, value):
     return _one_of("flat", "per_layer")(name, value)
 
 
-def _bool(name, value):
+def _bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, received {value!r}.")
     return value
@@ -193,24 +209,24 @@ class PrivateOptimizer(replicas.UpdatesOnce):
     needs_public = False
 
     #: The `Sampling` that `accounting.calibrate` assumed; training on other data is refused.
-    calibrated_for = None
+    calibrated_for: Sampling | None = None
 
     def __init__(
         self,
-        *args,
-        clip_norm,
-        batch_size,
-        noise_multiplier=None,
-        noise="gaussian",
-        noise_schedule=None,
-        clipping="flat",
-        normalize=False,
-        seed=None,
-        secure_noise=False,
-        gradient_filter=None,
-        projection=None,
-        **kwargs,
-    ):
+        *args: Any,
+        clip_norm: float,
+        batch_size: int,
+        noise_multiplier: float | None = None,
+        noise: Mechanism | str = "gaussian",
+        noise_schedule: NoiseSchedule | Sequence[float] | np.ndarray | None = None,
+        clipping: ClippingStyle = "flat",
+        normalize: bool = False,
+        seed: int | None = None,
+        secure_noise: bool = False,
+        gradient_filter: Filter | str | None = None,
+        projection: GaLore | None = None,
+        **kwargs: Any,
+    ) -> None:
         refuse_arguments(type(self).__name__, kwargs)
         super().__init__(*args, **kwargs)
         self.clip_norm = clip_norm
@@ -235,11 +251,11 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         object.__setattr__(self, "_memory", [])
 
     @property
-    def smooths(self):
+    def smooths(self) -> bool:
         """Whether the rule itself averages over time what it is given."""
         return False
 
-    def build(self, variables):
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         if self.projection is not None:
@@ -273,7 +289,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
                 for part in range(2 if release.statistic == "mean_and_square" else 1):
                     self.noise_source.remember((index, part), self.noise.slots, shapes)
 
-    def check_projection(self):
+    def check_projection(self) -> None:
         """Refuses a projection where the rule does not work in a subspace."""
         if not self.takes_projection:
             raise ValueError(
@@ -281,14 +297,21 @@ class PrivateOptimizer(replicas.UpdatesOnce):
                 "DPRMSprop and DPYogi do."
             )
 
-    def add_variable(self, shape, initializer="zeros", *args, **kwargs):
+    def add_variable(
+        self, shape: Sequence[int], initializer: Any = "zeros", *args: Any, **kwargs: Any
+    ) -> keras.Variable:
         """Keras's; what is added once the rule is built is what `forget` forgets."""
         variable = super().add_variable(shape, initializer, *args, **kwargs)
         if self.built:  # before that, Keras adds its moving averages
             self._memory.append((variable, initializer))
         return variable
 
-    def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
+    def add_variable_from_reference(
+        self,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> keras.Variable:
         """Keras's; where there is a projection, what the rule remembers is of the subspace."""
         shape = None
         if self.built and self.projection is not None:
@@ -298,7 +321,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         name = f"{reference_variable.path.replace('/', '_')}_{name}"
         return self.add_variable(shape, initializer, dtype=reference_variable.dtype, name=name)
 
-    def serve(self, variables):
+    def serve(self, variables: Sequence[keras.Variable]) -> None:
         """Builds the optimizer for these variables, or checks that it was built for them.
 
         Raises:
@@ -314,21 +337,23 @@ class PrivateOptimizer(replicas.UpdatesOnce):
 
     # What is asked of the data.
 
-    def check_sampling(self, sampling):
+    def check_sampling(self, sampling: Sampling) -> None:
         """Refuses a `Sampling` for which sensitivity or noise would not be as accounted."""
         self.noise.check_sampling(sampling)
 
-    def prepare(self, variables):
+    def prepare(self, variables: Sequence[keras.Variable]) -> None:
         """Moves the variables to the point where the gradient is taken; here they are there."""
 
-    def query(self, scale=None, clip_norm=None):
+    def query(
+        self, scale: Sequence[tf.Tensor] | None = None, clip_norm: float | tf.Tensor | None = None
+    ) -> Query:
         """A query with this optimizer's bound and style, in the geometry `scale`."""
         if scale is not None:  # clipping works in float32, whatever the variables are
             scale = [tf.cast(part, tf.float32) for part in scale]
         clip_norm = self.clip_norm if clip_norm is None else clip_norm
         return Query(scale, clip_norm, self.noise.norm, self.clipping, self.normalize)
 
-    def queries(self):
+    def queries(self) -> tuple[Query, ...]:
         """The tuple of `Query` of this step, known before the data is touched."""
         return (self.query(),)
 
@@ -337,12 +362,12 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         """All bounds that `queries` uses."""
         return (self.clip_norm,)
 
-    def releases_for(self, noise_multiplier):
+    def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         """The static tuple of `Release` of every step, at this overall noise multiplier."""
         return (Release(0, "mean", noise_multiplier, self.noise),)
 
     @property
-    def releases(self):
+    def releases(self) -> tuple[Release, ...]:
         """What every step publishes: draws the noise and yields the accountant's event.
 
         Raises:
@@ -364,11 +389,11 @@ class PrivateOptimizer(replicas.UpdatesOnce):
     # What is done with the answers: post-processing.
 
     @property
-    def second_moment_estimates(self):
+    def second_moment_estimates(self) -> list[tf.Tensor]:
         """v̂ of each variable before any floor, from released values; empty for rules without v."""
         return []
 
-    def update(self, released):
+    def update(self, released: Sequence[Released]) -> None:
         """Updates the variables from the privatized statistics.
 
         Args:
@@ -409,7 +434,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
             step = self.projection.lift(index, step, variable.shape)
         self.assign_sub(variable, step)
 
-    def in_subspace(self, index, gradient):
+    def in_subspace(self, index: int, gradient: tf.Tensor) -> tf.Tensor:
         """A gradient of one variable where the rule works: projected, if it works in a subspace."""
         return gradient if self.projection is None else self.projection.reduce(index, gradient)
 
@@ -420,7 +445,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         gap = self.projection.update_gap
         return ops.where(done > 0, (done - 1) % gap + 1, 0)
 
-    def forget(self, keep):
+    def forget(self, keep: Sequence[keras.Variable]) -> None:
         """Sets what was remembered since the build to where it started, except `keep`."""
         kept = {id(variable) for variable in keep}
         for variable, initializer in self._memory:
@@ -451,7 +476,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
             for g, s, v in zip(gradients, geometry, self._trainable_variables, strict=True)
         ]
 
-    def apply(self, grads, trainable_variables=None):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Refused: these would be raw gradients.
 
         Raises:
@@ -465,7 +490,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
 
     # Saving and loading.
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         """Restores the optimizer's state.
 
         Raises:
@@ -479,7 +504,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
             )
         super().load_own_variables(store)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         for name in _REFUSED:
             config.pop(name, None)

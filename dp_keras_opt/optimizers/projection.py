@@ -1,14 +1,20 @@
 """Optimizers that work in a low-dimensional subspace of each weight matrix."""
 
+from __future__ import annotations
+
 import copy
 import math
 import numbers
 import warnings
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras import ops
+
+if TYPE_CHECKING:
+    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 #: Rounds of subspace iteration at each change of the projector, from the last one on.
 _ROUNDS = 6
@@ -63,7 +69,9 @@ class GaLore:
     et al., "GaLore: Memory-efficient LLM training by gradient low-rank projection", ICML 2024.
     """
 
-    def __init__(self, rank=128, update_gap=200, scale=1.0, reset=False):
+    def __init__(
+        self, rank: int = 128, update_gap: int = 200, scale: float = 1.0, reset: bool = False
+    ) -> None:
         self.rank = _positive_integer("rank", rank)
         self.update_gap = _positive_integer("update_gap", update_gap)
         if not isinstance(scale, numbers.Real) or not 0 < scale < math.inf:
@@ -71,16 +79,17 @@ class GaLore:
         self.scale = float(scale)
         self.reset = bool(reset)
 
-    def plan(self, variables):
+    def plan(self, variables: Sequence[keras.Variable]) -> None:
         """Decides which of the variables are projected; says which are too small."""
-        self._sides, small = [], []
+        self._sides: list[_Side | None] = []
+        small: list[str] = []
         for variable in variables:
             *others, columns = variable.shape or (1,)
             side = _Side(math.prod(others), columns, math.prod(others) > columns)
-            if len(variable.shape) < 2 or side.short <= self.rank:
-                small += [variable.path] if len(variable.shape) >= 2 else []
-                side = None
-            self._sides.append(side)
+            is_small = len(variable.shape) < 2 or side.short <= self.rank
+            if is_small and len(variable.shape) >= 2:
+                small.append(variable.path)
+            self._sides.append(None if is_small else side)
         self._side_of = {id(v): side for v, side in zip(variables, self._sides, strict=True)}
         if small:
             warnings.warn(
@@ -89,12 +98,12 @@ class GaLore:
                 stacklevel=2,
             )
 
-    def shape_of(self, variable):
+    def shape_of(self, variable: keras.Variable) -> tuple[int, int] | None:
         """The shape (r, long side) of what is remembered of a variable; None if all of it is."""
         side = self._side_of.get(id(variable))
         return None if side is None else (self.rank, side.long)
 
-    def build(self, optimizer):
+    def build(self, optimizer: PrivateOptimizer) -> None:
         """Creates the projectors."""
         self._bases = [
             side
@@ -107,7 +116,7 @@ class GaLore:
             for index, side in enumerate(self._sides)
         ]
 
-    def project(self, optimizer, gradients):
+    def project(self, optimizer: PrivateOptimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """PᵀM for each gradient, (r, long side); with a new P where it is due."""
         change = ops.equal(optimizer.iterations % self.update_gap, 0)
         tf.cond(change, lambda: self._follow(optimizer, gradients), lambda: None)
@@ -122,14 +131,14 @@ class GaLore:
         if self.reset:
             optimizer.forget(keep=self._bases)
 
-    def reduce(self, index, gradient):
+    def reduce(self, index: int, gradient: tf.Tensor) -> tf.Tensor:
         """PᵀM of one variable's gradient; the gradient itself where it is not projected."""
         if self._sides[index] is None:
             return gradient
         basis = tf.convert_to_tensor(self._bases[index])
         return tf.matmul(basis, self._as_matrix(index, gradient), transpose_a=True)
 
-    def lift(self, index, step, shape):
+    def lift(self, index: int, step: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
         """The step (r, long side) in the variable's shape; unchanged where it is not projected."""
         side = self._sides[index]
         if side is None:
@@ -143,7 +152,7 @@ class GaLore:
         matrix = tf.reshape(tf.cast(gradient, tf.float32), (side.rows, side.columns))
         return tf.transpose(matrix) if side.transposed else matrix
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """Constructor arguments, as in Keras."""
         return {
             "rank": self.rank,
@@ -153,7 +162,7 @@ class GaLore:
         }
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> GaLore:
         """The projection with these constructor arguments."""
         return cls(**config)
 
@@ -175,7 +184,7 @@ def leading_directions(matrix, basis, rounds=_ROUNDS):
     return basis
 
 
-def get(identifier):
+def get(identifier: Any) -> GaLore | None:
     """Resolves a projection: None, a `GaLore` or a serialised one; a copy, since it has state."""
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(identifier)

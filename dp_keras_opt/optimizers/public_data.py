@@ -4,7 +4,11 @@
 accounted, and every privacy statement says so.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -16,6 +20,10 @@ from dp_keras_opt.optimizers.moments import SideInformation
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.projection import _positive_integer
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
+from dp_keras_opt.types import LearningRate
+
+if TYPE_CHECKING:
+    from dp_keras_opt.noise.release import Released
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -28,7 +36,7 @@ class AdaDPS(DPRMSprop):
     Arguments: those of `DPRMSprop` without `second_moment`.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, second_moment=SideInformation(scaled=True), **kwargs)
 
     def _take_in(self, variable):
@@ -38,7 +46,7 @@ class AdaDPS(DPRMSprop):
         super()._take_in(variable)
         return root
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         del config["second_moment"]
         return config
@@ -60,31 +68,41 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
 
     needs_public = True
 
-    def __init__(self, learning_rate=0.01, *, steps, clip_norm, batch_size, **kwargs):
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.01,
+        *,
+        steps: int,
+        clip_norm: float,
+        batch_size: int,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
         self.steps = _positive_integer("steps", steps)
 
-    def queries(self):
+    def queries(self) -> tuple[Query, ...]:
         return (self.query(), Query(rows="public"))
 
-    def releases_for(self, noise_multiplier):
+    def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         private = Release(0, "mean", noise_multiplier, self.noise)
         return (private, Release(1, "public_mean", 0.0, self.noise))
 
-    def update(self, released):
+    def update(self, released: Sequence[Released]) -> None:
         done = ops.minimum(ops.cast(self.iterations, "float32") / self.steps, 1.0)
         alpha = ops.cos(math.pi / 2 * done)
         private, public = (part.value for part in released)
         mixed = [alpha * g + (1 - alpha) * p for g, p in zip(private, public, strict=True)]
         self._apply(self._regularized(mixed), alpha * released[0].noise_std)
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
         self.assign_sub(variable, rate * ops.cast(gradient, variable.dtype))
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"steps": self.steps}
 
 
@@ -120,15 +138,22 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
     needs_public = True
 
     def __init__(
-        self, learning_rate=0.01, rank=10, epsilon=1e-7, *, clip_norm, batch_size, **kwargs
-    ):
+        self,
+        learning_rate: LearningRate = 0.01,
+        rank: int = 10,
+        epsilon: float = 1e-7,
+        *,
+        clip_norm: float,
+        batch_size: int,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
         self.rank = _positive_integer("rank", rank)
         self.epsilon = float(epsilon)
 
-    def build(self, variables):
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         weights = sum(math.prod(variable.shape) for variable in variables)
@@ -143,16 +168,16 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
             name="subspace",
         )
 
-    def queries(self):
+    def queries(self) -> tuple[Query, ...]:
         plain = self.query()
         directions = self._split(ops.transpose(self._basis))
         return (plain, plain._replace(square=True), Query(rows="public", directions=directions))
 
-    def releases_for(self, noise_multiplier):
+    def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         private = [Release(i, "mean", noise_multiplier, self.noise) for i in range(2)]
         return (*private, Release(2, "public_mean", 0.0, self.noise))
 
-    def update(self, released):
+    def update(self, released: Sequence[Released]) -> None:
         gradient, square, products = (part.value for part in released)
         basis = self._follow(products)
         flat = ops.concatenate([ops.reshape(s, (-1,)) for s in square])
@@ -162,7 +187,7 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
         self._apply(self._regularized(gradient), released[0].noise_std)
 
     @property
-    def second_moment_estimates(self):
+    def second_moment_estimates(self) -> list[tf.Tensor]:
         return [ops.convert_to_tensor(v) for v in self._second_moments]
 
     def _follow(self, products):
@@ -183,12 +208,14 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
             for part, shape in zip(parts, shapes, strict=True)
         ]
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         v = ops.convert_to_tensor(self._second_moments[self._get_variable_index(variable)])
         root = ops.sqrt(ops.maximum(v, 0.0)) + self.epsilon
         rate = ops.cast(learning_rate, variable.dtype)
         step = ops.cast(gradient, root.dtype) / root
         self.assign_sub(variable, rate * ops.cast(step, variable.dtype))
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"rank": self.rank, "epsilon": self.epsilon}

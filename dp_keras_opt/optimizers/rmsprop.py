@@ -1,9 +1,13 @@
 """DP-RMSProp: RMSProp on privatized gradients."""
 
+from typing import Any
+
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
+from dp_keras_opt.types import LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -29,16 +33,16 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
 
     def __init__(
         self,
-        learning_rate=0.001,
-        rho=0.9,
-        momentum=0.0,
-        epsilon=1e-7,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
         *,
-        clip_norm,
-        batch_size,
-        noise_multiplier=None,
-        **kwargs,
-    ):
+        clip_norm: float,
+        batch_size: int,
+        noise_multiplier: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         if kwargs.pop("centered", False):
             raise ValueError("DPRMSprop does not take centered=True; use DPAdam or leave it out.")
         super().__init__(
@@ -52,10 +56,12 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
             **kwargs,
         )
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
         return v + (square - v) * (1 - self.rho)
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
         step = rate * ops.cast(gradient, variable.dtype) / self._take_in(variable)
         if self.momentum > 0:
@@ -65,5 +71,5 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         self._descend(variable, step)
 
     @property
-    def smooths(self):
+    def smooths(self) -> bool:
         return self.momentum > 0

@@ -1,9 +1,13 @@
 """DP-SGD: the privatized gradient, with momentum if wanted."""
 
+from typing import Any
+
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.types import LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -29,15 +33,15 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
 
     def __init__(
         self,
-        learning_rate=0.01,
-        momentum=0.0,
-        nesterov=False,
+        learning_rate: LearningRate = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
         *,
-        clip_norm,
-        batch_size,
-        noise_multiplier=None,
-        **kwargs,
-    ):
+        clip_norm: float,
+        batch_size: int,
+        noise_multiplier: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             learning_rate=learning_rate,
             momentum=momentum,
@@ -51,10 +55,12 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
     takes_projection = True
 
     @property
-    def smooths(self):
+    def smooths(self) -> bool:
         return self.momentum > 0
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         step = ops.cast(learning_rate, variable.dtype) * ops.cast(gradient, variable.dtype)
         if self.momentum > 0:
             m = self.momentums[self._get_variable_index(variable)]

@@ -1,6 +1,10 @@
 """Any other Keras optimizer made private, by post-processing."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -12,6 +16,10 @@ from dp_keras_opt.optimizers.private_optimizer import (
     PrivateOptimizer,
     refuse_arguments,
 )
+from dp_keras_opt.types import LearningRate
+
+if TYPE_CHECKING:
+    from dp_keras_opt.noise.release import Released
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -33,13 +41,13 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        optimizer,
+        optimizer: keras.optimizers.Optimizer | str | Mapping[str, Any],
         *,
-        clip_norm,
-        batch_size,
-        name=None,
-        **kwargs,
-    ):
+        clip_norm: float,
+        batch_size: int,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         refuse_arguments("DPOptimizer", kwargs)
         unknown = set(kwargs) - set(PRIVATE_ARGUMENTS)
         if unknown:
@@ -64,33 +72,33 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
         )
         self.inner = inner
 
-    def build(self, variables):
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         super().build(variables)
         self.inner.build(variables)
 
     @property
-    def variables(self):
+    def variables(self) -> list[keras.Variable]:
         return super().variables + self.inner.variables
 
     @property
-    def learning_rate(self):
+    def learning_rate(self) -> Any:
         return self.inner.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, learning_rate):
+    def learning_rate(self, learning_rate: LearningRate) -> None:
         self.inner.learning_rate = learning_rate
 
-    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         self.inner.exclude_from_weight_decay(var_list, var_names)
 
     @property
-    def smooths(self):
+    def smooths(self) -> bool:
         names = ("momentum", "beta_1")
         return any((getattr(self.inner, name, 0.0) or 0.0) > 0 for name in names)
 
-    def update(self, released):
+    def update(self, released: Sequence[Released]) -> None:
         gradients = self._regularized(released[0].value)
         filtered = self._filtered(gradients, released[0].noise_std)
         outside = tf.distribute.in_cross_replica_context()
@@ -98,17 +106,19 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
             self.inner.apply(filtered, self._trainable_variables)
         self._iterations.assign_add(1)
 
-    def finalize_variable_values(self, var_list):
+    def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         self.inner.finalize_variable_values(var_list)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         return {name: config[name] for name in ("name", *PRIVATE_ARGUMENTS)} | {
             "optimizer": keras.saving.serialize_keras_object(self.inner)
         }
 
     @classmethod
-    def from_config(cls, config, custom_objects=None):
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> DPOptimizer:
         inner = keras.saving.deserialize_keras_object(
             config["optimizer"], custom_objects=custom_objects
         )

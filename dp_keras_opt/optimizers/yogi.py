@@ -1,9 +1,13 @@
 """DP-Yogi: Adam with a second moment that moves by bounded steps."""
 
+from typing import Any
+
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.adam import DPAdam
+from dp_keras_opt.types import LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -16,8 +20,15 @@ class DPYogi(DPAdam):
 
     linear = False
 
-    def __init__(self, learning_rate=0.01, beta_1=0.9, beta_2=0.999, epsilon=1e-3, **kwargs):
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.01,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-3,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **kwargs)
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
         return v + (1 - self.beta_2) * ops.sign(square - v) * square

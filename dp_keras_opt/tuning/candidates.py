@@ -1,8 +1,11 @@
 """What is compared and tuned: an optimizer, and the hyper-parameters to search over."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -29,7 +32,7 @@ class Plan:
     noise_multiplier: float | None = None
 
     @property
-    def noise(self):
+    def noise(self) -> float:
         """Std of the noise in one coordinate of the mean gradient, in units of the clip norm."""
         return (1.0 if self.noise_multiplier is None else self.noise_multiplier) / self.batch_size
 
@@ -47,11 +50,11 @@ class Candidate:
     """
 
     name: str
-    make: Callable
-    space: dict
+    make: Callable[..., optimizers.PrivateOptimizer]
+    space: Mapping[str, tuple[float, float]]
     groups: int = 1
 
-    def draw(self, trials, seed=0):
+    def draw(self, trials: int, seed: int = 0) -> list[dict[str, float]]:
         """So many settings, spread evenly over the space (a scrambled Halton sequence).
 
         Returns:
@@ -62,11 +65,11 @@ class Candidate:
         points = qmc.Halton(len(self.space), rng=seed).random(trials)
         return [self._at(point) for point in points]
 
-    def sample(self, generator):
+    def sample(self, generator: np.random.Generator) -> dict[str, float]:
         """A random setting, independent of any other."""
         return self._at(generator.random(len(self.space)))
 
-    def middle(self):
+    def middle(self) -> dict[str, float]:
         """The setting in the middle of the space."""
         return self._at([0.5] * len(self.space))
 
@@ -76,13 +79,21 @@ class Candidate:
         return {name: float(f"{low * (high / low) ** x:.3g}") for (name, (low, high)), x in ranges}
 
     @property
-    def needs_public(self):
+    def needs_public(self) -> bool:
         """Whether it needs public data."""
         plan = Plan(steps=self.groups * 8, batch_size=64, clip_norm=1.0)
         return self.make(plan, **self.middle()).needs_public
 
 
-def candidate(name, cls, *, space, groups=1, per_norm=False, **arguments):
+def candidate(
+    name: str,
+    cls: str,
+    *,
+    space: Mapping[str, tuple[float, float]],
+    groups: int = 1,
+    per_norm: bool = False,
+    **arguments: Any,
+) -> Candidate:
     """A `Candidate` that is an optimizer class with arguments.
 
     Args:
@@ -99,9 +110,9 @@ def candidate(name, cls, *, space, groups=1, per_norm=False, **arguments):
         **arguments: of the class; functions are called with the `Plan`. `steps` is filled in where
             the class asks for it.
     """
-    cls = getattr(optimizers, cls)
-    parameters = inspect.signature(cls).parameters
-    own_norm = "adaptive_clip_norm" if "DP2" in cls.__name__ else "clip_norm"
+    optimizer = getattr(optimizers, cls)
+    parameters = inspect.signature(optimizer).parameters
+    own_norm = "adaptive_clip_norm" if "DP2" in cls else "clip_norm"
 
     def make(plan, **values):
         fixed = {k: v(plan) if inspect.isfunction(v) else v for k, v in arguments.items()}
@@ -114,7 +125,7 @@ def candidate(name, cls, *, space, groups=1, per_norm=False, **arguments):
             every["delay"] = max(1, round(every["delay"] * plan.steps))
         if "steps" in parameters:
             every["steps"] = plan.steps
-        return cls(batch_size=plan.batch_size, **every)
+        return optimizer(batch_size=plan.batch_size, **every)
 
     return Candidate(name, make, space, groups)
 
@@ -167,15 +178,15 @@ def _multistage(plan, learning_rate):
     )
 
 
-_MOMENTUM = {"momentum": 0.9, "per_norm": True, "space": _plain(0.01, 1.0)}
-_ADAM = {"beta_2": 0.99, "space": {"learning_rate": _SCALED}}
-_SCALE_FIRST = {
+_MOMENTUM: dict[str, Any] = {"momentum": 0.9, "per_norm": True, "space": _plain(0.01, 1.0)}
+_ADAM: dict[str, Any] = {"beta_2": 0.99, "space": {"learning_rate": _SCALED}}
+_SCALE_FIRST: dict[str, Any] = {
     "second_moment": "scale_then_privatize",
     "epsilon": 1e-4,
     "beta_2": 0.99,
     "space": {"learning_rate": (3e-3, 6e-2), "clip_share": _SHARE},
 }
-_DELAYED = {
+_DELAYED: dict[str, Any] = {
     "per_norm": True,
     "space": {
         "learning_rate": _PLAIN,
@@ -186,7 +197,7 @@ _DELAYED = {
 }
 
 #: Every optimizer of the library, as it is compared, by name; then compositions of them.
-CANDIDATES = {
+CANDIDATES: dict[str, Candidate] = {
     each.name: each
     for each in (
         candidate("DPSGD", "DPSGD", space=_plain(), per_norm=True),
@@ -265,7 +276,7 @@ CANDIDATES = {
 }
 
 
-def get(identifier):
+def get(identifier: str | Candidate) -> Candidate:
     """The `Candidate` of a name; one that is given comes back.
 
     Raises:

@@ -1,16 +1,25 @@
 """Several optimizers on one task at equal budgets: which one loses least to the noise?"""
 
+from __future__ import annotations
+
 import csv
 import dataclasses
 import json
 import math
 import os
 import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from dp_keras_opt.tuning import runs
 from dp_keras_opt.tuning.candidates import CANDIDATES, get
+from dp_keras_opt.types import Path
+
+if TYPE_CHECKING:
+    from dp_keras_opt.tuning.candidates import Candidate
+    from dp_keras_opt.tuning.runs import Task
 
 _COLUMNS = ("task", "part", "candidate", "epsilon", "delta", "seed", "values", "score")
 
@@ -26,10 +35,10 @@ class Comparison:
         higher_is_better: whether larger scores are better.
     """
 
-    rows: list
+    rows: list[dict[str, Any]]
     higher_is_better: bool
 
-    def markdown(self):
+    def markdown(self) -> str:
         """A table with a row for each candidate and a column for each epsilon."""
         epsilons = sorted({row["epsilon"] for row in self.rows})
         cells = {(row["candidate"], row["epsilon"]): row for row in self.rows}
@@ -40,7 +49,7 @@ class Comparison:
         lines += [[name, *(_cell(cells.get((name, e))) for e in epsilons)] for name in names]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
-    def plot(self, axes=None):
+    def plot(self, axes: Any = None) -> Any:
         """Draws the scores; see `plots.scores`. Needs the extra `plots`."""
         from dp_keras_opt import plots
 
@@ -48,18 +57,18 @@ class Comparison:
 
 
 def compare(
-    task,
-    candidates=None,
-    epsilons=(1.0, 3.0, 8.0),
-    delta=1e-6,
+    task: Task,
+    candidates: Sequence[str | Candidate] | None = None,
+    epsilons: Sequence[float] = (1.0, 3.0, 8.0),
+    delta: float = 1e-6,
     *,
-    trials=5,
-    seeds=3,
-    search_at=None,
-    results=None,
-    name="task",
-    verbose=1,
-):
+    trials: int = 5,
+    seeds: int = 3,
+    search_at: float | None = None,
+    results: Path | None = None,
+    name: str = "task",
+    verbose: int = 1,
+) -> Comparison:
     """Trains each candidate at each ε, with hyper-parameters found by a small random search.
 
     For each candidate, `trials` settings are trained at one ε and the best by `task.validation` is
@@ -151,7 +160,7 @@ class _Runner:
             writer.writerow(row)
 
 
-def _resolved(candidates, task):
+def _resolved(candidates, task) -> list[Candidate]:
     """The `Candidate` objects meant."""
     if candidates is None:
         return [each for each in CANDIDATES.values() if task.public or not each.needs_public]

@@ -1,9 +1,11 @@
 """One private training: a task, a candidate, its values, a budget."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -12,6 +14,9 @@ from dp_keras_opt import accounting, data
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.model import make_private
 from dp_keras_opt.tuning.candidates import Plan
+
+if TYPE_CHECKING:
+    from dp_keras_opt.tuning.candidates import Candidate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +41,37 @@ class Task:
         unit: what is protected, as for `accounting.Sampling`.
     """
 
-    build: Callable
-    train: tuple
-    validation: tuple
+    build: Callable[[], keras.Model]
+    train: tuple[Any, Any]
+    validation: tuple[Any, Any]
     loss: Any
     batch_size: int
     steps: int
     score: Any = None
     higher_is_better: bool = False
-    test: tuple | None = None
-    public: tuple | None = None
+    test: tuple[Any, Any] | None = None
+    public: tuple[Any, Any] | None = None
     clip_norm: float = 1.0
     physical_batch_size: int | None = None
     unit: str = "example"
 
-    def better(self, scores):
+    def better(self, scores: Sequence[float]) -> int:
         """The place of the best of these scores; a NaN is never it, if there is another."""
         signed = np.asarray(scores, np.float64) * (-1 if self.higher_is_better else 1)
         return int(np.argmin(np.where(np.isnan(signed), np.inf, signed)))
 
-    def batches(self, candidate):
+    def batches(self, candidate: Candidate) -> data.Batches:
         """Batches sampled as the candidate's noise needs it."""
-        common = {"physical_batch_size": self.physical_batch_size, "unit": self.unit}
+        common: dict[str, Any] = {
+            "physical_batch_size": self.physical_batch_size,
+            "unit": self.unit,
+        }
         size, steps = self.batch_size, self.steps_of(candidate)
         if candidate.groups == 1:
             return data.poisson_batches(self.train, size, steps, **common)
         return data.cyclic_poisson(self.train, size, candidate.groups, steps, **common)
 
-    def steps_of(self, candidate):
+    def steps_of(self, candidate: Candidate) -> int:
         """How many steps a run takes: whole rounds of the groups."""
         return max(self.steps // candidate.groups, 1) * candidate.groups
 

@@ -1,15 +1,22 @@
 """Hyper-parameters from private data, within a budget that covers the search."""
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from dp_keras_opt.accounting import Ledger, RandomRepetitions
 from dp_keras_opt.accounting.sampling import whole_number
+from dp_keras_opt.model import DPModel
 from dp_keras_opt.noise.entropy import numpy_generator
 from dp_keras_opt.tuning import runs
 from dp_keras_opt.tuning.candidates import get
+
+if TYPE_CHECKING:
+    from dp_keras_opt.tuning.candidates import Candidate
+    from dp_keras_opt.tuning.runs import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,23 +32,33 @@ class Tuned:
         delta: at which ε is stated.
     """
 
-    model: Any
-    values: dict
+    model: DPModel
+    values: dict[str, float]
     score: float
-    trials: list | None
+    trials: list[dict[str, Any]] | None
     delta: float
 
     @property
-    def epsilon(self):
+    def epsilon(self) -> float:
         """ε of the search, the model included (and of what was in the ledger before)."""
         return self.model.ledger.epsilon(self.delta)
 
-    def statement(self):
+    def statement(self) -> str:
         """The guarantee in words; see `accounting.statement`."""
         return self.model.ledger.statement(self.delta)
 
 
-def tune(task, candidate, epsilon, delta, *, trials=8, repetitions=None, ledger=None, verbose=1):
+def tune(
+    task: Task,
+    candidate: str | Candidate,
+    epsilon: float,
+    delta: float,
+    *,
+    trials: int = 8,
+    repetitions: RandomRepetitions | None = None,
+    ledger: Ledger | None = None,
+    verbose: int = 1,
+) -> Tuned:
     """Searches hyper-parameters at random and returns the best model; ε covers all of it.
 
     Each trial trains on the same private data, so that each costs. Two ways of paying:
@@ -101,7 +118,8 @@ def tune(task, candidate, epsilon, delta, *, trials=8, repetitions=None, ledger=
     if repetitions is not None:
         _enter(expected, sampling, task.steps_of(candidate), repetitions, ledger)
     bar = keras.utils.Progbar(count, unit_name="run") if verbose else None
-    best, place, tried = None, None, []
+    best: Any = None
+    place, tried = 0, []
     for number in range(count):
         values = candidate.sample(generator)
         if _noise(optimizer(values)) != _noise(expected):
@@ -120,8 +138,8 @@ def tune(task, candidate, epsilon, delta, *, trials=8, repetitions=None, ledger=
         # What the ledger says of the selection covers the run, which its own one counts alone.
         object.__setattr__(best, "_ledger", Ledger())
         best.ledger = ledger
-    trials = tried if repetitions is None else None
-    return Tuned(best, tried[place]["values"], tried[place]["score"], trials, delta)
+    shown = tried if repetitions is None else None
+    return Tuned(best, tried[place]["values"], tried[place]["score"], shown, delta)
 
 
 def _enter(optimizer, sampling, steps, repetitions, ledger):

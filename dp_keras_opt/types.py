@@ -1,0 +1,26 @@
+"""Names for the types that several public functions take."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import keras
+
+#: How ε is computed; see `accounting.epsilon`.
+Accountant: TypeAlias = Literal["rdp", "pld", "pure"]
+
+#: Which data sets are neighbours; see `accounting.Sampling`.
+Adjacency: TypeAlias = Literal["add_or_remove_one", "zero_out", "replace_one"]
+
+#: The norm in which an example's gradient is bounded.
+Norm: TypeAlias = Literal["l1", "l2"]
+
+#: Which variables are clipped together; see `optimizers.PrivateOptimizer`.
+ClippingStyle: TypeAlias = Literal["flat", "per_layer"] | Mapping[str, float]
+
+#: What Keras's optimizers take as a learning rate.
+LearningRate: TypeAlias = (
+    float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], Any]
+)
+
+Path: TypeAlias = os.PathLike[str] | str
