@@ -81,9 +81,9 @@ class DPHeavyBall(_Accelerated):
         learning_rate: α, a float, a Keras schedule or a callable. Defaults to 0.01.
         momentum: β in [0, 1). Defaults to 0.9.
         strong_convexity: None, or μ > 0, for β = (1 − √(μα))/(1 + √(μα)) in place of `momentum`.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
-        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+        clip_norm, batch_size: see `PrivateOptimizer`.
+        **kwargs: the others of `PrivateOptimizer`, and of Keras's optimizers:
+            `weight_decay`, `use_ema` and others.
 
     Reference: the paper on accelerated private methods, DP-SHB; Polyak, 1964.
     """
@@ -174,9 +174,10 @@ class DPMultistageNesterov(DPNesterov):
         smoothness: L ≥ μ.
         c: in (0, 1], scales the step sizes. Defaults to 1.
         p: a positive integer, lengthens the stages. Defaults to 1.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`. `noise.schedules.multistage_optimal` makes the schedule for it.
-        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+        clip_norm, batch_size: see `PrivateOptimizer`.
+        **kwargs: the others of `PrivateOptimizer`, and of Keras's optimizers:
+            `weight_decay`, `use_ema` and others. `noise.schedules.multistage_optimal` makes the
+            `noise_schedule` for it.
 
     Raises:
         ValueError: L < μ, or an argument is out of range.

@@ -22,10 +22,10 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
         learning_rate: a float, a Keras schedule or a callable. Defaults to 0.001.
         initial_accumulator_value: v before the first step. Defaults to 0.0.
         epsilon: added to the root. Defaults to 1e-7.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
+        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
         second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
-        **kwargs: `weight_decay`, `use_ema` and the others of `keras.optimizers.Adagrad`.
+        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.Adagrad`:
+            `weight_decay`, `use_ema` and others.
     """
 
     def __init__(

@@ -25,10 +25,10 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
         beta_1, beta_2: decay of the moments. Default to 0.9 and 0.999.
         epsilon: added to the root of the second moment. Defaults to 1e-7.
         amsgrad: whether to divide by the largest v so far. Defaults to False.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
+        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
         second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
-        **kwargs: `weight_decay`, `use_ema` and the others of `keras.optimizers.Adam`.
+        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.Adam`:
+            `weight_decay`, `use_ema` and others.
 
     Reference: Algorithms 5 to 9 of the paper on design principles for private adaptive optimizers;
     Kingma and Ba, "Adam", ICLR 2015.

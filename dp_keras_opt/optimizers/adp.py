@@ -36,9 +36,8 @@ class ADPSGD(DPSGD):
         learning_rate: a Keras `LearningRateSchedule` that stays above 0, or a float (then the noise
             is constant).
         steps: T, how many steps the schedule is made for; training past it is refused.
-        clip_norm, batch_size, noise_multiplier, noise, clipping, normalize, seed: see
-            `PrivateOptimizer`.
-        **kwargs: `momentum`, `weight_decay` and the others of `DPSGD`.
+        clip_norm, batch_size: see `PrivateOptimizer`.
+        **kwargs: the other arguments of `DPSGD` but `noise_schedule`.
 
     Raises:
         ValueError: the learning rate reaches 0 or below within T steps, or is a callable, which
@@ -99,9 +98,9 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
         growth: c > 0, the guess of ‖g‖² in b_t². Defaults to 1e-3.
         initial: b_0² > 0. Defaults to 20.
         floor: ν > 0, by how much b_t² grows at least. Defaults to 1e-5.
-        clip_norm, batch_size, noise_multiplier, noise, clipping, normalize, seed: see
-            `PrivateOptimizer`.
-        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+        clip_norm, batch_size: see `PrivateOptimizer`.
+        **kwargs: the others of `PrivateOptimizer` but `noise_schedule`, and of Keras's optimizers:
+            `weight_decay`, `use_ema` and others.
 
     Raises:
         ValueError: an argument is out of range, or `noise_schedule` is given.

@@ -67,9 +67,9 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
             such at every step; v is refreshed at the first step and every s1 steps) and
             "noise_before_preconditioning" (the gradient is clipped and noised as it is, then
             divided by √v + ε).
-        batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
-        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+        batch_size: see `PrivateOptimizer`.
+        **kwargs: the others of `PrivateOptimizer`, and of Keras's optimizers:
+            `weight_decay`, `use_ema` and others.
 
     Raises:
         ValueError: a phase is not at least one step long, or an argument is out of range.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import warnings
@@ -42,22 +43,6 @@ _REFUSED = {
     "gradient_accumulation_steps": "it would add noise to each micro-batch; use "
     "model.compile(..., physical_batch_size=...)",
 }
-
-
-#: The arguments that every private optimizer has on top of its Keras counterpart.
-PRIVATE_ARGUMENTS = (
-    "clip_norm",
-    "batch_size",
-    "noise_multiplier",
-    "noise",
-    "noise_schedule",
-    "clipping",
-    "normalize",
-    "seed",
-    "secure_noise",
-    "gradient_filter",
-    "projection",
-)
 
 
 def refuse_arguments(owner, kwargs):
@@ -514,3 +499,11 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         value = getattr(self, name)
         plain = value is None or isinstance(value, bool | int | float | str | dict)
         return value if plain else keras.saving.serialize_keras_object(value)
+
+
+#: The arguments that every private optimizer has on top of its Keras counterpart.
+PRIVATE_ARGUMENTS = tuple(
+    name
+    for name, parameter in inspect.signature(PrivateOptimizer.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)

@@ -61,9 +61,9 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
     Args:
         learning_rate: η, a float, a Keras schedule or a callable. Defaults to 0.01.
         steps: T, the number of steps of the training; beyond it only public gradients are used.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
-        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+        clip_norm, batch_size: see `PrivateOptimizer`.
+        **kwargs: the others of `PrivateOptimizer`, and of Keras's optimizers:
+            `weight_decay`, `use_ema` and others.
     """
 
     needs_public = True
@@ -127,9 +127,9 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
         rank: k, the dimension of the subspace; at most the number of weights. Memory and time grow
             by k times the weights. Defaults to 10.
         epsilon: added to the root. Defaults to 1e-7.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
-        **kwargs: `weight_decay`, `use_ema` and the others of Keras's optimizers.
+        clip_norm, batch_size: see `PrivateOptimizer`.
+        **kwargs: the others of `PrivateOptimizer`, and of Keras's optimizers:
+            `weight_decay`, `use_ema` and others.
 
     Raises:
         ValueError: an argument is out of range; or, when built, `rank` exceeds the weights.

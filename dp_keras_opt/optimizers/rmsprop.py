@@ -22,10 +22,10 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         rho: ρ, decay of v. Defaults to 0.9.
         momentum: decay of the accumulated steps, 0 for none. Defaults to 0.0.
         epsilon: added to the root. Defaults to 1e-7.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
+        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
         second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
-        **kwargs: `weight_decay`, `use_ema` and the others of `keras.optimizers.RMSprop`.
+        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.RMSprop`:
+            `weight_decay`, `use_ema` and others.
 
     Raises:
         ValueError: `centered=True`, which is defined for none of the sources of the moment.

@@ -21,9 +21,9 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
         learning_rate: a float, a Keras schedule or a callable. Defaults to 0.01.
         momentum: in [0, 1]. Defaults to 0.0.
         nesterov: whether to apply Nesterov momentum. Defaults to False.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
-        **kwargs: `weight_decay`, `use_ema` and the others of `keras.optimizers.SGD`.
+        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
+        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.SGD`:
+            `weight_decay`, `use_ema` and others.
 
     Guarantee: each step is one release of the clipped gradient sum with noise σ·C. What ε that
     amounts to depends on how batches are sampled: see `dp_keras_opt.accounting`.

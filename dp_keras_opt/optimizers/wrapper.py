@@ -31,8 +31,8 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
 
     Args:
         optimizer: a new `keras.optimizers.Optimizer`, or its name or configuration.
-        clip_norm, batch_size, noise_multiplier, noise, noise_schedule, clipping, normalize, seed:
-            see `PrivateOptimizer`.
+        clip_norm, batch_size: see `PrivateOptimizer`.
+        **kwargs: the other arguments of `PrivateOptimizer`.
 
     Raises:
         ValueError: `optimizer` is already private or built, scales the loss, or clips or
