@@ -108,7 +108,7 @@ def lines():
 def documented():
     """The dotted names that docs/api.md has autodoc document."""
     found, current = set(), NAME
-    directive = re.compile(r"^\.\. (currentmodule|automodule|auto\w+):: ([\w.]+)", re.M)
+    directive = re.compile(r"^\.\. (currentmodule|auto\w+|data):: ([\w.]+)", re.M)
     for kind, name in directive.findall(PAGE.read_text(encoding="utf-8")):
         if kind == "currentmodule":
             current = name
