@@ -15,7 +15,7 @@ _NO_CODE = (
 
 
 def lines_of_code(path):
-    """Lines of a module without imports, comments, docstrings and empty ones."""
+    """Lines of a module without comments, docstrings and empty ones."""
     source = path.read_text(encoding="utf-8")
     strings = [
         node.body[0]
@@ -23,18 +23,12 @@ def lines_of_code(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and ast.get_docstring(node) is not None
     ]
-    imports = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    ]
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for left_out in (*strings, *imports):
-        lines.difference_update(range(left_out.lineno, left_out.end_lineno + 1))
+    for string in strings:
+        lines.difference_update(range(string.lineno, string.end_lineno + 1))
     return len(lines)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
-from dp_keras_opt.accounting.sampling import check_sampling, need_sampling, whole_number
+from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling, whole_number
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.noise import schedules
@@ -21,9 +21,7 @@ from dp_keras_opt.types import Accountant, Path
 
 if TYPE_CHECKING:
     from dp_keras_opt.accounting.repetitions import RandomRepetitions
-    from dp_keras_opt.accounting.sampling import Sampling
     from dp_keras_opt.noise.mechanism import Release
-    from dp_keras_opt.noise.schedules import NoiseSchedule
     from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 _FORMAT = 1
@@ -135,7 +133,7 @@ class Ledger:
         self,
         releases: Sequence[Release],
         sampling: Sampling,
-        schedule: NoiseSchedule | None = None,
+        schedule: schedules.NoiseSchedule | None = None,
         clip_norm: float | None = None,
         first_step: int = 0,
         run: str | None = None,

@@ -11,11 +11,9 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt.clipping import book_keeping, per_example, users
-from dp_keras_opt.clipping.book_keeping import recording
 from dp_keras_opt.clipping.factors import rounding
 
 if TYPE_CHECKING:
-    from dp_keras_opt.clipping.book_keeping import Plan
     from dp_keras_opt.clipping.query import Query
 
 
@@ -73,7 +71,7 @@ def clipped_sums(
     model: keras.Model,
     batch: Batch | tuple[Any, ...],
     queries: Sequence[Query],
-    plan: Plan | None = None,
+    plan: book_keeping.Plan | None = None,
     loss_scale: float = 1.0,
 ) -> ClippedSums:
     """One forward pass, one backward pass, one clipped sum per query (spec: core.md, steps 1-3).
@@ -231,7 +229,7 @@ def per_example_gradients(model, batch, plan, loss_scale=1.0):
         (losses (B,), outputs of the model, one Factor or None per trainable variable); None where
         the loss does not depend on the variable.
     """
-    with tf.GradientTape() as tape, recording(plan, batch.rows) as calls:
+    with tf.GradientTape() as tape, book_keeping.recording(plan, batch.rows) as calls:
         y_pred = model(batch.x, training=True)
         losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
         objective = tf.reduce_sum(_counted(losses, batch)) * loss_scale
