@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import math
 import pathlib
 
@@ -237,6 +238,18 @@ def test_tune_by_private_selection(task, tmp_path, monkeypatch):
     assert tuned.model.ledger.steps == 32 and tuned.epsilon > 3.0
 
 
+def test_what_the_model_spent_before_is_not_forgotten(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(RandomRepetitions, "draw", lambda self, generator: 2)
+    earlier = runs.train(task, SGD, {"learning_rate": 0.1}, 2.0, DELTA)
+    earlier.save(tmp_path / "earlier.keras")
+    build = functools.partial(keras.saving.load_model, tmp_path / "earlier.keras", compile=False)
+    again = dataclasses.replace(task, build=build)
+    tuned = dp.tuning.tune(again, SGD, 3.0, DELTA, repetitions=RandomRepetitions(2.0), verbose=0)
+    selection, spent_before = tuned.model.ledger.segments
+    assert spent_before.run == earlier.ledger.segments[0].run
+    assert selection.selection is not None and tuned.epsilon > 3.0
+
+
 def test_the_number_of_runs_is_drawn_anew(task, monkeypatch):
     counted = []
     monkeypatch.setattr(runs, "train", lambda *args, **kwargs: counted.append(1) or _Model())
@@ -250,7 +263,7 @@ def test_the_number_of_runs_is_drawn_anew(task, monkeypatch):
 
 
 class _Model:
-    ledger = None
+    ledger = Ledger.of_segments([None])
 
 
 # Errors.

@@ -135,8 +135,10 @@ def tune(
         if bar:
             bar.update(number + 1)
     if repetitions is not None:
-        # What the ledger says of the selection covers the run, which its own one counts alone.
-        object.__setattr__(best, "_ledger", Ledger())
+        # What the ledger says of the selection covers the last run, and nothing before it: `build`
+        # may give a model that has spent something already.
+        *before, _ = best.ledger.segments
+        object.__setattr__(best, "_ledger", Ledger.of_segments(before))
         best.ledger = ledger
     shown = tried if repetitions is None else None
     return Tuned(best, tried[place]["values"], tried[place]["score"], shown, delta)
