@@ -10,7 +10,6 @@ from dp_keras_opt.cli.train import check_names
 
 RESULTS, TABLE, PLOT = "results.csv", "table.md", "scores.png"
 
-_PARTS = ("data", "validation", "test", "public")
 _HELD_OUT = 0.1  # of the data, each for validation and test where no file is given
 
 
@@ -93,7 +92,9 @@ def compare(arguments):
 
 
 def _task(arguments):
-    data, validation, test, public = (_load(arguments, name) for name in _PARTS)
+    data, validation, test, public = datasets.load_all(
+        arguments, arguments.validation, arguments.test, arguments.public
+    )
     shares = [_HELD_OUT * (part is None) for part in (validation, test)]
     train, *held_out = datasets.split(data, shares)
     validation, test = (part or own for part, own in zip((validation, test), held_out, strict=True))
@@ -114,18 +115,6 @@ def _task(arguments):
         clip_norm=arguments.clip_norm,
         unit=arguments.unit,
     )
-
-
-def _load(arguments, part):
-    """The data of a file, None where none was given."""
-    path = getattr(arguments, part)
-    if path is None:
-        return None
-    form = arguments.target, arguments.features, arguments.schema
-    loaded = datasets.load(path, *form)
-    if part != "data":
-        datasets.check_alike(path, loaded, arguments.data, datasets.load(arguments.data, *form))
-    return loaded
 
 
 def _builder(arguments):

@@ -59,6 +59,29 @@ def load(path, target=None, features=(), schema=None):
     raise UsageError(f"{path} is none of .npz, .csv and .tfrecord, which can be read.")
 
 
+def load_all(arguments, *others):
+    """DATA, and the data of other files of the same form, None where a path is None.
+
+    Args:
+        arguments: parsed, of a parser with `add_arguments`.
+        *others: paths.
+
+    Returns:
+        A list of (x, y) or None.
+
+    Raises:
+        FileError, UsageError: as `load` and `check_alike`.
+    """
+    form = arguments.target, arguments.features, arguments.schema
+    data = load(arguments.data, *form)
+    loaded = [data]
+    for path in others:
+        loaded.append(path and load(path, *form))
+        if path:
+            check_alike(path, loaded[-1], arguments.data, data)
+    return loaded
+
+
 def split(data, shares, seed=0):
     """Disjoint random parts of a data set.
 

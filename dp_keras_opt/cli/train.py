@@ -71,7 +71,7 @@ def train(arguments):
         )
     check_names(arguments.loss, arguments.metrics)
     model = _private_model(arguments)
-    data, validation, public = _load(arguments)
+    data, validation, public = datasets.load_all(arguments, arguments.validation, arguments.public)
     batches = _batches(arguments, data, public)
     _attach_ledger(arguments, model)
     try:
@@ -110,17 +110,6 @@ def _private_model(arguments):
         model = dp.make_private(model)
         dp.clipping.validate(model)
     return model
-
-
-def _load(arguments):
-    """(x, y) of the training data, and of validation and public data or None."""
-    options = {name: getattr(arguments, name) for name in ("target", "features", "schema")}
-    loaded = [datasets.load(arguments.data, **options)]
-    for path in (arguments.validation, arguments.public):
-        loaded.append(path and datasets.load(path, **options))
-        if path:
-            datasets.check_alike(path, loaded[-1], arguments.data, loaded[0])
-    return loaded
 
 
 def _batches(arguments, data, public):

@@ -166,8 +166,8 @@ def _resolved(candidates, task) -> list[Candidate]:
         return [each for each in CANDIDATES.values() if task.public or not each.needs_public]
     found = [get(each) for each in candidates]
     for each in found:
-        if each.needs_public and task.public is None:
-            raise ValueError(f"{each.name} needs public data: give the Task some as `public`.")
+        if each.needs_public:
+            runs.need_public(task, each)
     return found
 
 

@@ -125,8 +125,7 @@ def train(task, candidate, values, epsilon, delta, seed=0, ledger=None, verbose=
     batches = task.batches(candidate)
     optimizer = optimizer_for(task, candidate, values, batches.sampling, epsilon, delta, **budget)
     if optimizer.needs_public:
-        if task.public is None:
-            raise ValueError(f"{candidate.name} needs public data: give the Task some as `public`.")
+        need_public(task, candidate)
         batches = data.with_public(batches, task.public)
     model = make_private(task.build())
     if ledger is not None:
@@ -138,6 +137,12 @@ def train(task, candidate, values, epsilon, delta, seed=0, ledger=None, verbose=
     model.compile(optimizer=optimizer, loss=task.loss, metrics=metrics)
     model.fit(batches, verbose=verbose)
     return model
+
+
+def need_public(task, candidate):
+    """Refuses a task without public data."""
+    if task.public is None:
+        raise ValueError(f"{candidate.name} needs public data: give the Task some as `public`.")
 
 
 def score(task, model, part):
