@@ -105,7 +105,7 @@ def _run_event(releases, sampling, alphas, steps):
     if not steps:
         return dp_accounting.NoOpDpEvent()
     if np.ndim(alphas) or alphas != 1:
-        raise ValueError("Correlated noise is accounted with constant noise only.")
+        raise ValueError("Correlated noise is accounted at one level only: drop noise_schedule=.")
     for release in releases:
         release.mechanism.check_sampling(sampling)
     if any(release.multiplier == 0 for release in releases):

@@ -92,6 +92,7 @@ def candidate(
     space: Mapping[str, tuple[float, float]],
     groups: int = 1,
     per_norm: bool = False,
+    decay: bool = False,
     **arguments: Any,
 ) -> Candidate:
     """A `Candidate` that is an optimizer class with arguments.
@@ -107,6 +108,7 @@ def candidate(
         per_norm: whether the learning rates in `space` are for gradients in units of the clip norm.
             So it makes sense for rules that do not scale gradients themselves: the best learning
             rate is then nearly the same for every clip norm that binds.
+        decay: whether the learning rate falls to a tenth by half a cosine.
         **arguments: of the class; functions are called with the `Plan`. `steps` is filled in where
             the class asks for it.
     """
@@ -121,6 +123,11 @@ def candidate(
             every[own_norm] = every.pop("clip_share") / plan.noise
         if per_norm:
             every["learning_rate"] /= every["clip_norm"]
+        if decay:
+            rate = every["learning_rate"]
+            every["learning_rate"] = keras.optimizers.schedules.CosineDecay(
+                rate, plan.steps, alpha=0.1
+            )
         if "delay" in every:
             every["delay"] = max(1, round(every["delay"] * plan.steps))
         if "steps" in parameters:
@@ -160,14 +167,6 @@ def _ending(plan):
     return noise.schedules.allocate(np.linspace(1, 10, plan.steps))
 
 
-def _decaying(plan, learning_rate):
-    rate = learning_rate / plan.clip_norm
-    schedule = keras.optimizers.schedules.CosineDecay(rate, plan.steps, alpha=0.1)
-    return optimizers.ADPSGD(
-        schedule, plan.steps, clip_norm=plan.clip_norm, batch_size=plan.batch_size
-    )
-
-
 def _multistage(plan, learning_rate):
     smoothness = plan.clip_norm / learning_rate  # the first step size is 1/L
     return optimizers.DPMultistageNesterov(
@@ -178,6 +177,7 @@ def _multistage(plan, learning_rate):
     )
 
 
+_PER_NORM: dict[str, Any] = {"per_norm": True, "space": _plain()}
 _MOMENTUM: dict[str, Any] = {"momentum": 0.9, "per_norm": True, "space": _plain(0.01, 1.0)}
 _ADAM: dict[str, Any] = {"beta_2": 0.99, "space": {"learning_rate": _SCALED}}
 _SCALE_FIRST: dict[str, Any] = {
@@ -186,6 +186,11 @@ _SCALE_FIRST: dict[str, Any] = {
     "beta_2": 0.99,
     "space": {"learning_rate": (3e-3, 6e-2), "clip_share": _SHARE},
 }
+_BIAS_CORRECTED: dict[str, Any] = {
+    "second_moment": "bias_corrected",
+    "epsilon": _noise_floor(1.0),
+}
+_GALORE: dict[str, Any] = {"rank": 8, "update_gap": 50, "space": {"learning_rate": _SCALED}}
 _DELAYED: dict[str, Any] = {
     "per_norm": True,
     "space": {
@@ -196,20 +201,18 @@ _DELAYED: dict[str, Any] = {
     },
 }
 
+_FILTER: dict[str, Any] = {"gradient_filter": "first_order_v1"}
+_BANDED: dict[str, Any] = {"noise": _bands, "groups": _BANDS}
+_FALLING: dict[str, Any] = {"noise_schedule": _ending}
+
 #: Every optimizer of the library, as it is compared, by name; then compositions of them.
 CANDIDATES: dict[str, Candidate] = {
     each.name: each
     for each in (
-        candidate("DPSGD", "DPSGD", space=_plain(), per_norm=True),
+        candidate("DPSGD", "DPSGD", **_PER_NORM),
         candidate("DPSGD, momentum", "DPSGD", **_MOMENTUM),
         candidate("DPAdam", "DPAdam", **_ADAM),
-        candidate(
-            "DPAdam, bias-corrected",
-            "DPAdam",
-            second_moment="bias_corrected",
-            epsilon=_noise_floor(1.0),
-            **_ADAM,
-        ),
+        candidate("DPAdam, bias-corrected", "DPAdam", **_BIAS_CORRECTED, **_ADAM),
         candidate(
             "DPAdam, independent",
             "DPAdam",
@@ -225,14 +228,14 @@ CANDIDATES: dict[str, Candidate] = {
         candidate("DP2RMSprop", "DP2RMSprop", **_DELAYED),
         candidate("DP2Adagrad", "DP2Adagrad", **_DELAYED),
         candidate("DP2Yogi", "DP2Yogi", **_DELAYED),
-        candidate("DPGaLore", "DPGaLore", rank=8, update_gap=50, space={"learning_rate": _SCALED}),
-        Candidate("ADPSGD", _decaying, _plain()),
+        candidate("DPGaLore", "DPGaLore", **_GALORE),
+        candidate("ADPSGD", "ADPSGD", decay=True, **_PER_NORM),
         candidate("ADPAdagradNorm", "ADPAdagradNorm", per_norm=True, space=_plain(1.0, 100.0)),
         candidate("DPHeavyBall", "DPHeavyBall", **_MOMENTUM),
         candidate("DPNesterov", "DPNesterov", **_MOMENTUM),
         Candidate("DPMultistageNesterov", _multistage, _plain()),
         candidate("AdaDPS", "AdaDPS", space={"learning_rate": _SCALED, "clip_share": (0.02, 0.5)}),
-        candidate("PDADPMD", "PDADPMD", per_norm=True, space=_plain()),
+        candidate("PDADPMD", "PDADPMD", **_PER_NORM),
         candidate(  # its noisy v can be 0, which only ε keeps from making steps without bound
             "SubspaceAdagrad",
             "SubspaceAdagrad",
@@ -240,38 +243,41 @@ CANDIDATES: dict[str, Candidate] = {
             epsilon=_noise_floor(10.0),
             space={"learning_rate": _SUMMED},
         ),
-        # Compositions.
+        # Compositions of second moment, filter, schedule, and correlated or falling noise (the two
+        # together are not accounted).
+        candidate("DPSGD, filter", "DPSGD", **_FILTER, **_PER_NORM),
+        candidate("DPSGD, filter, banded noise", "DPSGD", **_FILTER, **_BANDED, **_PER_NORM),
+        candidate("DPSGD, momentum, banded noise", "DPSGD", **_BANDED, **_MOMENTUM),
+        candidate("DPSGD, momentum, falling noise", "DPSGD", **_FALLING, **_MOMENTUM),
+        candidate("DPSGD, momentum, decaying rate", "DPSGD", decay=True, **_MOMENTUM),
         candidate(
-            "DPSGD, filter",
+            "DPSGD, momentum, banded noise, decaying rate",
             "DPSGD",
-            gradient_filter="first_order_v1",
-            per_norm=True,
-            space=_plain(),
-        ),  # fmt: skip
+            decay=True,
+            **_BANDED,
+            **_MOMENTUM,
+        ),
+        candidate("DPNesterov, banded noise", "DPNesterov", **_BANDED, **_MOMENTUM),
+        candidate("DPYogi, banded noise", "DPYogi", **_BANDED, space={"learning_rate": _SCALED}),
+        candidate("DPGaLore, banded noise", "DPGaLore", **_BANDED, **_GALORE),
+        candidate("DPAdam, banded noise", "DPAdam", **_BANDED, **_ADAM),
         candidate(
-            "DPAdam, scale-then-privatize, filter",
-            "DPAdam",
-            gradient_filter="first_order_v1",
-            **_SCALE_FIRST,
+            "DPAdam, bias-corrected, banded noise", "DPAdam", **_BANDED, **_BIAS_CORRECTED, **_ADAM
+        ),
+        candidate("DPAdam, scale-then-privatize, filter", "DPAdam", **_FILTER, **_SCALE_FIRST),
+        candidate(
+            "DPAdam, scale-then-privatize, falling noise", "DPAdam", **_FALLING, **_SCALE_FIRST
         ),
         candidate(
-            "DPSGD, momentum, banded noise", "DPSGD", noise=_bands, groups=_BANDS, **_MOMENTUM
-        ),  # fmt: skip
-        candidate("DPAdam, banded noise", "DPAdam", noise=_bands, groups=_BANDS, **_ADAM),
-        candidate(
-            "DPAdam, scale-then-privatize, banded noise",
-            "DPAdam",
-            noise=_bands,
-            groups=_BANDS,
-            **_SCALE_FIRST,
+            "DPAdam, scale-then-privatize, banded noise", "DPAdam", **_BANDED, **_SCALE_FIRST
         ),
         candidate(
-            "DPAdam, scale-then-privatize, falling noise",
+            "DPAdam, scale-then-privatize, filter, banded noise",
             "DPAdam",
-            noise_schedule=_ending,
+            **_FILTER,
+            **_BANDED,
             **_SCALE_FIRST,
         ),
-        candidate("DPSGD, momentum, falling noise", "DPSGD", noise_schedule=_ending, **_MOMENTUM),
     )
 }
 
