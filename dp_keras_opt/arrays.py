@@ -6,10 +6,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.checks import whole_number
+
 
 def examples(data, class_weight, max_bytes):
     """((x, y, sample_weight) as tensors, their number), class weights multiplied in."""
-    max_bytes = integer("max_bytes", max_bytes)
+    max_bytes = whole_number(max_bytes, "max_bytes")
     if isinstance(data, tf.data.Dataset):
         data = _read(data, max_bytes)
     x, y, sample_weight = tensors(data, max_bytes)
@@ -135,21 +137,6 @@ def _check_tuple(data):
             "`data` must be a tuple (x, y) or (x, y, sample_weight), or a tf.data.Dataset of "
             f"such. Received: {what}. Without targets, as in an autoencoder, use (x, x)."
         )
-
-
-def integer(name, value, at_most=None, of="examples"):
-    """`value` as an int from 1 to `at_most`, the number of `of`, or an error that names both.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
-    if value < 1 or (at_most is not None and value > at_most):
-        limits = "at least 1" if at_most is None else f"from 1 to the number of {of}, {at_most}"
-        raise ValueError(f"`{name}` must be {limits}. Received: {value}")
-    return int(value)
 
 
 def _check_size(size, max_bytes):

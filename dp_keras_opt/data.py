@@ -23,6 +23,7 @@ import tensorflow as tf
 from dp_keras_opt import arrays, replicas
 from dp_keras_opt import users as by_user
 from dp_keras_opt.accounting.sampling import Sampling
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise.entropy import numpy_generator
 from dp_keras_opt.types import Adjacency
 
@@ -144,7 +145,7 @@ def poisson_batches(
             are empty, of unequal lengths, infinite, batched or larger than `max_bytes`.
     """
     examples, n = arrays.examples(data, class_weight, max_bytes)
-    batch_size = arrays.integer("batch_size", batch_size, at_most=n)
+    batch_size = whole_number(batch_size, "batch_size", 1, f"There are {n} examples.", maximum=n)
     sampling = Sampling.poisson(n, batch_size, adjacency=adjacency, unit=unit)
     root = _root("poisson_batches", seed)
     _check_same_data(examples)
@@ -210,8 +211,10 @@ def poisson_users(
         )
     examples, n = arrays.examples(data, class_weight, max_bytes)
     owned = by_user.examples_by_user(users, n)
-    batch_size = arrays.integer("batch_size", batch_size, len(owned), "users")
-    most = arrays.integer("examples_per_user", examples_per_user)
+    batch_size = whole_number(
+        batch_size, "batch_size", 1, f"There are {len(owned)} users.", maximum=len(owned)
+    )
+    most = whole_number(examples_per_user, "examples_per_user")
     sampling = Sampling.poisson(
         len(owned), batch_size, adjacency, unit=unit, examples_per_unit=most
     )
@@ -262,8 +265,8 @@ def cyclic_poisson(
     section 5.
     """
     examples, n = arrays.examples(data, class_weight, max_bytes)
-    batch_size = arrays.integer("batch_size", batch_size, at_most=n)
-    groups = arrays.integer("groups", groups, at_most=n)
+    batch_size = whole_number(batch_size, "batch_size", 1, f"There are {n} examples.", maximum=n)
+    groups = whole_number(groups, "groups", 1, f"There are {n} examples.", maximum=n)
     sampling = Sampling.cyclic_poisson(n, batch_size, groups, adjacency, unit=unit)
     if steps_per_epoch is not None and steps_per_epoch % groups:
         raise ValueError(
@@ -307,7 +310,7 @@ def fixed_order_epochs(
         ValueError, TypeError: as `poisson_batches`.
     """
     examples, n = arrays.examples(data, class_weight, max_bytes)
-    batch_size = arrays.integer("batch_size", batch_size, at_most=n)
+    batch_size = whole_number(batch_size, "batch_size", 1, f"There are {n} examples.", maximum=n)
     sampling = Sampling.fixed_order(
         n, batch_size, adjacency, unit=unit, drop_remainder=drop_remainder
     )
@@ -358,7 +361,9 @@ def with_public(
     x, y, _ = arrays.tensors(public, max_bytes=2**40)
     count = len(keras.tree.flatten(x)[0])
     size = count if public_batch_size is None else public_batch_size
-    size = arrays.integer("public_batch_size", size, at_most=count)
+    size = whole_number(
+        size, "public_batch_size", 1, f"There are {count} public examples.", maximum=count
+    )
     ours = tuple(private.dataset.element_spec[:2])
     theirs = tf.nest.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype), (x, y))
     try:
@@ -538,8 +543,8 @@ def _poisson(
     if physical_batch_size is None:
         share = batch_size / workers
         physical_batch_size = together * 8 * int(np.ceil(min(share + 2 * share**0.5, n) / 8))
-    steps_per_epoch = arrays.integer("steps_per_epoch", steps_per_epoch)
-    physical_batch_size = arrays.integer("physical_batch_size", physical_batch_size)
+    steps_per_epoch = whole_number(steps_per_epoch, "steps_per_epoch")
+    physical_batch_size = whole_number(physical_batch_size, "physical_batch_size")
     block = max(1, physical_batch_size // together)
 
     def draws():

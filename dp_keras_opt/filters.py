@@ -18,6 +18,8 @@ import tensorflow as tf
 from keras import ops
 from scipy import signal
 
+from dp_keras_opt.checks import whole_number
+
 if TYPE_CHECKING:
     from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
@@ -292,8 +294,7 @@ class OptimalFIR(Filter):
     def __init__(
         self, taps: int, weighting: Literal["exact", "paper"] = "exact", decay: float = 0.99
     ) -> None:
-        if isinstance(taps, bool) or int(taps) != taps or taps < 2:
-            raise ValueError(f"taps must be an integer of at least 2, received {taps!r}.")
+        taps = whole_number(taps, "taps", 2)
         if weighting not in ("exact", "paper"):
             raise ValueError(f"weighting must be 'exact' or 'paper', received {weighting!r}.")
         if not 0 <= decay < 1:

@@ -18,6 +18,7 @@ from keras.src.models.model import functional_init_arguments
 
 from dp_keras_opt import clipping, data, files, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import Batches
 from dp_keras_opt.guard import Guard
 from dp_keras_opt.optimizers import PrivateOptimizer
@@ -131,14 +132,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 f"{optimizer!r}. Wrap a Keras optimizer: DPOptimizer(optimizer, clip_norm=..., "
                 "noise_multiplier=..., batch_size=...)."
             )
-        if physical_batch_size is not None and (
-            isinstance(physical_batch_size, bool)
-            or not isinstance(physical_batch_size, int | np.integer)
-            or physical_batch_size < 1
-        ):
-            raise ValueError(
-                f"physical_batch_size must be a positive integer, received {physical_batch_size!r}."
-            )
+        if physical_batch_size is not None:
+            whole_number(physical_batch_size, "physical_batch_size")
         if kwargs.pop("auto_scale_loss", False):
             raise ValueError(
                 "auto_scale_loss=True skips steps depending on raw gradients. Leave it out: a "

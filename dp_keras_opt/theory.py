@@ -31,6 +31,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
+from dp_keras_opt.checks import whole_number
+
 __all__ = [
     "accelerated_bound",
     "adp_improvement",
@@ -103,7 +105,7 @@ def nesterov_recursion(
     Raises:
         ValueError: an argument is out of its range.
     """
-    stages = np.ones(_count(steps), int)
+    stages = np.ones(whole_number(steps, "steps"), int)
     return _recursion(strong_convexity, smoothness, stages, np.full(steps, learning_rate), authors)
 
 
@@ -149,7 +151,7 @@ def multistage_stages(
     Returns:
         (stages (T,), learning rates (T,)).
     """
-    steps = _count(steps)
+    steps = whole_number(steps, "steps")
     numbers: list[int] = []
     rates: list[float] = []
     for number, (length, rate) in enumerate(stages(strong_convexity, smoothness, c, p), 1):
@@ -735,9 +737,3 @@ def _check_positive(name, values):
     values = np.asarray(values, float)
     if not (values.size and np.all((values > 0) & np.isfinite(values))):
         raise ValueError(f"{name} must be positive and finite, received {values.tolist()!r}.")
-
-
-def _count(steps):
-    if isinstance(steps, bool) or int(steps) != steps or steps < 1:
-        raise ValueError(f"steps must be an integer of at least 1, received {steps!r}.")
-    return int(steps)

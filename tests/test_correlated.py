@@ -543,7 +543,7 @@ def test_turns_that_break_off_are_a_segment_of_their_own():
     [
         (lambda x: dp.data.cyclic_poisson(x, 8, 4), "probability above 1. Use at most 3 groups"),
         (lambda x: dp.data.cyclic_poisson(x, 8, 3, 7), "not a multiple of groups=3"),
-        (lambda x: dp.data.cyclic_poisson(x, 8, 0), "`groups` must be from 1"),
+        (lambda x: dp.data.cyclic_poisson(x, 8, 0), "groups must be an integer from 1"),
         (lambda x: Sampling.cyclic_poisson(ROWS, 8, 2.0), "groups must be an integer"),
         (lambda x: Sampling("poisson", ROWS, 8, "zero_out", groups=2), "Only cyclic"),
     ],
@@ -568,8 +568,8 @@ def test_refuses_more_bands_than_groups(mechanism):
     ("make", "message"),
     [
         (lambda: BandedMatrix(4, 5), "exceeds steps=4"),
-        (lambda: SquareRootFactorization(4, 0), "positive integer"),
-        (lambda: TreeAggregation(0), "positive integer"),
+        (lambda: SquareRootFactorization(4, 0), "bands must be an integer >= 1"),
+        (lambda: TreeAggregation(0), "steps must be an integer >= 1"),
         (lambda: noise.from_matrix(np.ones((3, 3))), "lower-triangular"),
         (lambda: noise.from_matrix(np.tril(np.ones((3, 3)), -1)), "positive diagonal"),
         (lambda: noise.from_matrix(np.ones((3, 2))), "square matrix"),

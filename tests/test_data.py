@@ -386,14 +386,14 @@ def test_assume_sampling_refuses_a_batch_size_that_is_not_there():
 
 @pytest.mark.parametrize("value", [0, -1, 11, True, 2.0, float("nan"), "4", None])
 def test_batch_size_errors(value):
-    with pytest.raises((TypeError, ValueError), match=rf"`batch_size` must be.*{value}"):
+    with pytest.raises(ValueError, match=f"batch_size must be an integer from 1 to 10.*{value}"):
         poisson_batches(ids_and_targets(10), value)
 
 
 @pytest.mark.parametrize("name", ["steps_per_epoch", "physical_batch_size", "max_bytes"])
 @pytest.mark.parametrize("value", [0, -1, True, 2.5, "4"])
 def test_count_errors(name, value):
-    with pytest.raises((TypeError, ValueError), match=rf"`{name}` must be.*{value}"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer >= 1.*{value}"):
         poisson_batches(ids_and_targets(10), 4, **{name: value})
 
 

@@ -517,7 +517,7 @@ def test_arguments_of_compile():
     with pytest.raises(ValueError, match="auto_scale_loss"):
         model.compile(_sgd(), "mse", auto_scale_loss=True)
     for size in (0, -1, 2.5, True, "8"):
-        with pytest.raises(ValueError, match="physical_batch_size must be a positive integer"):
+        with pytest.raises(ValueError, match="physical_batch_size must be an integer >= 1"):
             model.compile(_sgd(), "mse", physical_batch_size=size)
 
 

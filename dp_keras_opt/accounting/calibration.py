@@ -20,8 +20,9 @@ from dp_keras_opt.accounting.accountant import (
 )
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.ledger import Ledger
-from dp_keras_opt.accounting.sampling import check_sampling, whole_number
+from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.segment import Segment
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.types import Accountant
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
-from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling, whole_number
+from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.accounting.statement import statement
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.types import Accountant, Path
 

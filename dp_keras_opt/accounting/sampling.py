@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-import operator
 from typing import Any
 
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.types import Adjacency
 
 #: For each kind of sampling, the adjacencies under which it can be accounted.
@@ -26,13 +25,6 @@ _WHY_NOT_ADD_OR_REMOVE = {
     "shuffled": "an added example shifts all later batches",
     "fixed_order": "an added example shifts all later batches",
 }
-
-
-def whole_number(value, name, minimum, fix):
-    """`value` as an int, or a ValueError that names the argument and the fix."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-        raise ValueError(f"{name} must be an integer >= {minimum}; received {value!r}. {fix}")
-    return operator.index(value)
 
 
 @dataclasses.dataclass(frozen=True)

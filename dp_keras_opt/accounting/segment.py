@@ -8,7 +8,8 @@ import numpy as np
 from dp_keras_opt import noise
 from dp_keras_opt.accounting.events import MAX_DISTINCT, segment_event
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
-from dp_keras_opt.accounting.sampling import Sampling, whole_number
+from dp_keras_opt.accounting.sampling import Sampling
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 
 

@@ -6,7 +6,7 @@ import math
 import textwrap
 
 from dp_keras_opt.accounting.accountant import epsilon_bracket, name_for
-from dp_keras_opt.accounting.sampling import whole_number
+from dp_keras_opt.checks import whole_number
 
 _NEIGHBOURS = {
     "add_or_remove_one": "one is the other with one {unit} added or removed",

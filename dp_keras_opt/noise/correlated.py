@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import strategies
 from dp_keras_opt.noise.mechanism import Mechanism
 
@@ -316,9 +317,7 @@ def prefix_sum_rmse(
 
 
 def _checked(steps, bands):
-    for name, value in (("steps", steps), ("bands", bands)):
-        if isinstance(value, bool) or int(value) != value or value < 1:
-            raise ValueError(f"{name} must be a positive integer, received {value!r}.")
+    steps, bands = whole_number(steps, "steps"), whole_number(bands, "bands")
     if bands > steps:
         raise ValueError(f"bands={bands} exceeds steps={steps}: there is no step so long ago.")
-    return int(steps), int(bands)
+    return steps, bands

@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
-from dp_keras_opt.optimizers.projection import _positive_integer
 from dp_keras_opt.optimizers.sgd import DPSGD
 from dp_keras_opt.types import LearningRate
 
@@ -65,7 +65,7 @@ class ADPSGD(DPSGD):
                 "ADPSGD needs a learning rate that is known in advance: a number or a Keras "
                 "LearningRateSchedule."
             )
-        steps = _positive_integer("steps", steps)
+        steps = whole_number(steps, "steps")
         schedule = schedules.inverse_root_step_size(learning_rate, steps, noise)
         super().__init__(
             learning_rate,
@@ -123,7 +123,7 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
         **kwargs: Any,
     ) -> None:
         _refuse_schedule(self, kwargs)
-        steps = _positive_integer("steps", steps)
+        steps = whole_number(steps, "steps")
         for name, value in (("growth", growth), ("initial", initial), ("floor", floor)):
             if not (isinstance(value, numbers.Real) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be positive and finite, received {value!r}.")

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt import filters, noise, replicas
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.entropy import NoiseSource
 from dp_keras_opt.noise.mechanism import Release
@@ -110,11 +111,7 @@ def _noise_multiplier(name: str, value: Any) -> float | None:
 
 
 def _batch_size(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(
-            f"{name} must be a positive integer, the expected batch size; received {value!r}."
-        )
-    return int(value)
+    return whole_number(value, name, 1, "Give the expected batch size.")
 
 
 def _one_of(*allowed):

@@ -13,6 +13,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.checks import whole_number
+
 if TYPE_CHECKING:
     from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
@@ -72,8 +74,8 @@ class GaLore:
     def __init__(
         self, rank: int = 128, update_gap: int = 200, scale: float = 1.0, reset: bool = False
     ) -> None:
-        self.rank = _positive_integer("rank", rank)
-        self.update_gap = _positive_integer("update_gap", update_gap)
+        self.rank = whole_number(rank, "rank")
+        self.update_gap = whole_number(update_gap, "update_gap")
         if not isinstance(scale, numbers.Real) or not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite, received {scale!r}.")
         self.scale = float(scale)
@@ -191,9 +193,3 @@ def get(identifier: Any) -> GaLore | None:
     if identifier is not None and not isinstance(identifier, GaLore):
         raise ValueError(f"projection must be None or a GaLore, received {identifier!r}.")
     return copy.copy(identifier)
-
-
-def _positive_integer(name, value):
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, received {value!r}.")
-    return int(value)

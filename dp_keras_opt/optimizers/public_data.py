@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.optimizers.moments import SideInformation
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
-from dp_keras_opt.optimizers.projection import _positive_integer
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 from dp_keras_opt.types import LearningRate
 
@@ -80,7 +80,7 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
-        self.steps = _positive_integer("steps", steps)
+        self.steps = whole_number(steps, "steps")
 
     def queries(self) -> tuple[Query, ...]:
         return (self.query(), Query(rows="public"))
@@ -150,7 +150,7 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
         super().__init__(
             learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
         )
-        self.rank = _positive_integer("rank", rank)
+        self.rank = whole_number(rank, "rank")
         self.epsilon = float(epsilon)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:

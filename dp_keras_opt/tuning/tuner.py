@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from dp_keras_opt.accounting import Ledger, RandomRepetitions
-from dp_keras_opt.accounting.sampling import whole_number
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.noise.entropy import numpy_generator
 from dp_keras_opt.tuning import runs
@@ -103,9 +103,10 @@ def tune(
         )
     generator = numpy_generator()
     ledger = Ledger() if ledger is None else ledger
+    budget: dict[str, Any]
     if repetitions is None:
-        count, budget = whole_number(trials, "trials", 1, "Give the number of runs."), {}
-        budget["runs"] = count
+        count = whole_number(trials, "trials", 1, "Give the number of runs.")
+        budget = {"runs": count}
     else:
         count, budget = repetitions.draw(generator), {"selection": repetitions}
 
