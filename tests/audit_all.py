@@ -85,6 +85,17 @@ def poisson(n):
     return Sampling.poisson(n, n // 2), 4, batches
 
 
+def of_users(n):
+    """Each user has the same example twice, and is in all batches."""
+
+    def batches(data):
+        twice = keras.tree.map_structure(lambda values: np.concatenate([values, values]), data)
+        users = np.tile(np.arange(n), 2)
+        return dp.data.poisson_users(twice, users, n, 4, examples_per_user=2)
+
+    return Sampling.poisson(n, n, unit="user", examples_per_unit=2), 4, batches
+
+
 def in_turns(n):
     def batches(data):
         return dp.data.cyclic_poisson(data, n // 4, 2, 4, physical_batch_size=n, arrangement=1)
@@ -112,6 +123,7 @@ DELAYED = {"delay": (1, 1), "adaptive_clip_norm": 1.0}
 CASES = {
     "DPSGD": (o.DPSGD, full),
     "DPSGD, Poisson batches": (o.DPSGD, poisson),
+    "DPSGD, users": (o.DPSGD, of_users),
     "DPSGD, replace_one": (o.DPSGD, replaced),
     "DPSGD, momentum": (lambda **p: o.DPSGD(0.1, momentum=0.9, **p), full),
     "DPSGD, per layer": (lambda **p: o.DPSGD(0.1, clipping="per_layer", **p), full),
