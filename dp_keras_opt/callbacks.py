@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt import replicas
+from dp_keras_opt import clipping, replicas
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.types import Accountant
 
@@ -149,21 +149,32 @@ class OptimizerReport(keras.callbacks.Callback):
       be for bias-corrected, independent and joint second moments; there, only ε holds the step.
     - `v_q05`, `v_q50`, `v_q95`: quantiles of v̂ over the coordinates.
 
-    The last two appear for optimizers that keep a second moment.
+    - `public_clip_fraction`: the share of the examples in `public` that would be clipped now, in
+      the optimizer's geometry (`clipping.clip_fraction`). The share of the private examples is a
+      count of private examples, and releasing it with noise would make every step cost more.
 
-    The share of examples that were clipped is not among them: it is a count of private examples.
-    It could be released with noise of its own, but every step would then cost more. A
-    `gradient_norm` near 1 says that most examples are clipped; `clipping.per_example_norms` gives
-    the share itself on public data.
+    `negative_v` and the quantiles appear for optimizers that keep a second moment.
 
     Args:
         quantiles: which quantiles of v̂ to write, numbers in [0, 1].
+        public: None, or examples that need no protection, `(x, y)` or `(x, y, sample_weight)` of
+            arrays; all of them go through the model at each epoch's end.
     """
 
     writes_logs = True
 
-    def __init__(self, quantiles: Sequence[float] = (0.05, 0.5, 0.95)) -> None:
+    def __init__(
+        self,
+        quantiles: Sequence[float] = (0.05, 0.5, 0.95),
+        public: tuple[Any, ...] | None = None,
+    ) -> None:
         super().__init__()
+        if public is not None and not (isinstance(public, tuple) and len(public) in (2, 3)):
+            raise ValueError(
+                "public must be None or a tuple (x, y) or (x, y, sample_weight) of arrays, "
+                f"received a {type(public).__name__}."
+            )
+        self.public = public
         if not all(0 <= q <= 1 for q in quantiles):
             raise ValueError(f"quantiles must be numbers in [0, 1], received {quantiles!r}.")
         self.quantiles = tuple(quantiles)
@@ -201,6 +212,8 @@ class OptimizerReport(keras.callbacks.Callback):
             logs["negative_v"] = float(np.mean(v < 0))
             for q in self.quantiles:
                 logs[f"v_q{100 * q:02.0f}"] = float(np.quantile(v, q))
+        if self.public is not None:
+            logs["public_clip_fraction"] = clipping.clip_fraction(self.model, self.public)
 
 
 def _check_model(callback):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import dp_keras_opt as dp
 from dp_keras_opt.callbacks import OptimizerReport
-from dp_keras_opt.optimizers import DPSGD, DP2RMSprop, DPAdam, SubspaceAdagrad, moments
+from dp_keras_opt.optimizers import DPSGD, AdaDPS, DP2RMSprop, DPAdam, SubspaceAdagrad, moments
 from tests import linear_regression as linear
 from tests.linear_regression import BATCH, CLIP, PRIVATE, SAMPLING, SIGMA, SIZE, X, Y
 
@@ -124,7 +124,27 @@ def test_only_released_values_are_seen():
     assert [type(query).__name__ for query in queries] == ["Query"]
 
 
+@pytest.mark.parametrize("optimizer", [DPSGD, DPAdam, AdaDPS])
+def test_the_clip_fraction_is_that_of_the_public_examples(optimizer):
+    """In the geometry, and at the weights, of the epoch's end; the raw examples do not show."""
+    public = X[:3], Y[:3], np.float32([1.0, 0.02, 0.02])  # weights make short gradients
+    model = linear.build(optimizer(0.1, **PRIVATE))
+    batches = tf.data.Dataset.from_tensors((X, Y)).repeat(2)
+    data = dp.data.assume_sampling(batches, SAMPLING)
+    if optimizer is AdaDPS:
+        data = dp.data.with_public(data, (X, Y))
+    report = OptimizerReport(public=public)
+    logs = model.fit(data, epochs=2, verbose=0, callbacks=[report]).history
+    (scale,) = (q.scale for q in model.optimizer.queries() if q.rows == "private")
+    norms = dp.clipping.per_example_norms(model, public, scale=scale)
+    assert (scale is None) == (optimizer is not AdaDPS)
+    assert logs["public_clip_fraction"][-1] == np.mean(norms > CLIP)
+    assert norms.min() < CLIP < norms.max()
+
+
 def test_errors():
+    with pytest.raises(ValueError, match="public must be None or a tuple"):
+        OptimizerReport(public=[X, Y])
     with pytest.raises(ValueError, match="quantiles"):
         OptimizerReport(quantiles=(0.5, 2.0))
     plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])

@@ -58,6 +58,58 @@ def test_no_rows_give_no_norms():
     assert dp.clipping.per_example_norms(model, (x[:0], y[:0])).shape == (0,)
 
 
+def test_the_clip_fraction_is_that_of_one_at_a_time_gradients():
+    base, model, x, y = _model()
+    gradients = one_at_a_time(base, lambda y, p: tf.reduce_mean(tf.square(y - p)), x, y)
+    sizes = np.array([[np.sum(g**2) for g in example] for example in gradients])
+    by_layer = np.sqrt([sizes[:, i : i + 2].sum(axis=1) for i in (0, 2, 4)])
+    for share in (0.0, 2.5 / 7, 6.5 / 7, 1.0):
+        flat, layered = (np.quantile(n, share) for n in (np.sqrt(sizes.sum(axis=1)), by_layer))
+        for style, expected in [
+            ("flat", np.mean(np.sqrt(sizes.sum(axis=1)) > flat * 1.001)),
+            ("per_layer", np.mean(np.any(by_layer > layered * 1.001, axis=0))),
+        ]:
+            bound = flat if style == "flat" else layered * np.sqrt(3)
+            optimizer = dp.optimizers.DPSGD(
+                clip_norm=bound * 1.001, batch_size=4, noise_multiplier=1.0, clipping=style
+            )
+            model.compile(optimizer, "mse")
+            assert dp.clipping.clip_fraction(model, (x, y), batch_size=3) == pytest.approx(expected)
+
+
+def test_the_clip_fraction_is_in_the_optimizers_geometry_and_counts_users():
+    _, model, x, y = _model()
+
+    def fraction(batch, clip_norm):
+        optimizer = dp.optimizers.DPAdam(
+            second_moment="scale_then_privatize",
+            clip_norm=clip_norm,
+            batch_size=4,
+            noise_multiplier=1.0,
+        )
+        model.compile(optimizer, "mse")
+        return dp.clipping.clip_fraction(model, batch)
+
+    assert fraction((x, y), 1e-9) == 1.0
+    (query,) = model.optimizer.queries()
+    plain = dp.clipping.per_example_norms(model, (x, y))
+    norms = dp.clipping.per_example_norms(model, (x, y), scale=query.scale)
+    assert norms.min() > 2 * plain.max() or norms.max() < plain.min() / 2
+    assert fraction((x, y), float(np.median(norms)) * 1.001) == pytest.approx(3 / 7)
+
+    of_users = dp.clipping.Batch(x[:6], y[:6], None, np.array([[1, 1], [1, 0], [0, 0]], bool))
+    users = dp.clipping.per_example_norms(model, of_users, scale=query.scale)
+    assert fraction(of_users, float(users[:2].mean())) == 0.5  # who is all padding is nobody
+
+
+def test_the_clip_fraction_of_nobody():
+    _, model, x, y = _model()
+    x[1] = np.nan
+    assert dp.clipping.clip_fraction(model, (x[:1], y[:1])) in (0.0, 1.0)
+    assert np.isnan(dp.clipping.clip_fraction(model, (x[1:2], y[1:2])))
+    assert np.isnan(dp.clipping.clip_fraction(model, (x[:0], y[:0])))
+
+
 def test_histogram_says_how_many_are_clipped():
     axes = dp.plots.norm_histogram([0.1, 1.0, 2.0, 8.0, np.nan, np.inf, 0.0], clip_norm=1.5)
     texts = [text.get_text() for text in axes.get_legend().get_texts()]

@@ -2,7 +2,7 @@
 
 from dp_keras_opt.clipping.clipped_sum import Batch, ClippedSums, clip_groups, clipped_sums
 from dp_keras_opt.clipping.explain import explain
-from dp_keras_opt.clipping.norms import per_example_norms
+from dp_keras_opt.clipping.norms import clip_fraction, per_example_norms
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.clipping.self_check import checked_plan
 from dp_keras_opt.clipping.validation import fix, validate
@@ -12,6 +12,7 @@ __all__ = [
     "ClippedSums",
     "Query",
     "checked_plan",
+    "clip_fraction",
     "clip_groups",
     "clipped_sums",
     "explain",

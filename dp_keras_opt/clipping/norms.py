@@ -1,4 +1,4 @@
-"""The norms of examples' gradients: to choose a clip norm, on data that is public."""
+"""How long examples' gradients are, and which share is clipped: on data that is public."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,12 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt.clipping import users
-from dp_keras_opt.clipping.clipped_sum import Batch, norms_by_group, per_example_gradients
+from dp_keras_opt.clipping.clipped_sum import (
+    Batch,
+    clip_groups,
+    norms_by_group,
+    per_example_gradients,
+)
 from dp_keras_opt.clipping.query import UNCLIPPED
 from dp_keras_opt.clipping.self_check import checked_plan
 from dp_keras_opt.types import Norm
@@ -39,22 +44,56 @@ def per_example_norms(
         float32 array of one norm per row (per user; 0 for one who is all padding); NaN or infinite
         where the gradient is.
     """
+    (norms,) = _norms(model, batch, UNCLIPPED._replace(norm=norm, scale=scale), batch_size)
+    return norms
+
+
+def clip_fraction(model: keras.Model, batch: tuple[Any, ...], batch_size: int = 256) -> float:
+    """The share of these examples whose gradient the model's optimizer would clip now.
+
+    A raw figure about the examples, without noise: compute it on public data only. There it costs
+    no privacy, since it is a function of public data, of released weights and of an optimizer that
+    knows released values only.
+
+    Args:
+        model: a `DPModel`, compiled with the optimizer whose clip norm, geometry and style count.
+        batch: as for `per_example_norms`.
+        batch_size: how many rows to process at once.
+
+    Returns:
+        The share of the examples (users) whose norm exceeds the clip norm, or that of one layer
+        where layers are clipped on their own (also with `normalize=True`, which scales all).
+        Padding and examples whose gradient is not finite do not count; NaN if there are no others.
+    """
+    optimizer, mask = model.optimizer, Batch(*batch).mask
+    optimizer.serve(model.trainable_variables)
+    query = next(query for query in optimizer.queries() if query.rows == "private")
+    norms = np.stack(_norms(model, batch, query, batch_size))
+    bounds = np.asarray([bound for _, bound in clip_groups(model, query)], np.float32)
+    counted = np.all(np.isfinite(norms), axis=0)
+    if mask is not None:
+        counted &= np.reshape(mask, (len(counted), -1)).any(axis=1)
+    clipped = np.any(norms > bounds[:, None], axis=0)
+    return float(np.mean(clipped[counted])) if counted.any() else np.nan
+
+
+def _norms(model, batch, query, batch_size):
+    """For each group of variables that the query clips together, one norm per row (per user)."""
     batch = Batch(*batch)
     if batch.mask is not None:
         batch = batch._replace(mask=tf.cast(batch.mask, tf.bool))
     together = batch.rows_per_user or 1
     rows, step = len(tree.flatten(batch.x)[0]), max(1, batch_size // together) * together
-    query = UNCLIPPED._replace(norm=norm, scale=scale)
-    plan, norms = None, []
+    groups = clip_groups(model, query)
+    plan, norms = None, [np.zeros((len(groups), 0), np.float32)]
     for start in range(0, rows, step):
         part = _part(batch, start, start + step, together)
         plan = plan or checked_plan(model, part)
         losses, _, factors = per_example_gradients(model, part, plan)
         if part.rows_per_user is not None:
             losses, _, factors = users.of_users(losses, part.mask, factors)
-        (whole,) = norms_by_group(query, factors, [(range(len(factors)), None)], len(losses))
-        norms.append(whole.numpy())
-    return np.concatenate(norms) if norms else np.zeros(0, np.float32)
+        norms.append(np.stack(norms_by_group(query, factors, groups, len(losses))))
+    return np.concatenate(norms, axis=1)
 
 
 def _part(batch, start, stop, together):
