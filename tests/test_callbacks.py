@@ -102,14 +102,15 @@ def _of_epochs(folder):
 
 
 def test_tensorboard_files_hold_what_the_reports_write(tmp_path):
-    report = OptimizerReport()
+    report = OptimizerReport(public=(X[B:], Y[B:]))
     callbacks = [keras.callbacks.TensorBoard(str(tmp_path)), PrivacyReport(DELTA), report]
     history = _model().fit(_batches(3), epochs=2, verbose=0, callbacks=callbacks).history
     written = _of_epochs(tmp_path)
     assert written["epoch_epsilon"] == pytest.approx([_epsilon(3), _epsilon(6)], rel=1e-5)
-    for name in ("gradient_norm", "noise_to_signal"):
+    for name in ("gradient_norm", "noise_to_signal", "public_clip_fraction"):
         assert written[f"epoch_{name}"] == pytest.approx(history[name], rel=1e-5)
-    assert not any("clip" in tag or "fraction" in tag for tag in written)  # never a raw count
+    # Of the private examples there is no raw count.
+    assert [tag for tag in written if "clip" in tag] == ["epoch_public_clip_fraction"]
 
 
 def test_a_tracker_is_given_released_figures_by_a_lambda():
