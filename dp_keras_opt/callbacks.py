@@ -55,7 +55,7 @@ class PrivacyReport(keras.callbacks.Callback):
         self.sampling = sampling
         self._ledger = None
         self._shown = 0.0
-        self._due = 0
+        self._due = self._before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         _check_model(self)
@@ -68,12 +68,13 @@ class PrivacyReport(keras.callbacks.Callback):
         self._shown = self.epsilon
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._due = 0
+        self._due, self._before = 0, self._ledger.steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.every is None:
             return
-        due = (batch + 1) // self.every
+        # Not from `batch`, which is the first or the last of an execution, by Keras's version.
+        due = (self._ledger.steps - self._before) // self.every
         if due != self._due:  # with steps_per_execution, multiples of `every` may be jumped over
             self._due, self._shown = due, self.epsilon
         logs["epsilon"] = self._shown

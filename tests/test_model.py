@@ -189,7 +189,7 @@ def test_a_subclass_that_passes_inputs_and_outputs_is_refused_with_the_fix():
 def test_nested_inputs_and_outputs():
     inputs = {"a": keras.Input((3,), name="a"), "more": {"b": keras.Input((2,), name="b")}}
     joined = layers.Concatenate()([inputs["a"], inputs["more"]["b"]])
-    outputs = {"p": layers.Dense(1)(joined), "q": layers.Dense(2)(joined)}
+    outputs = {"p": layers.Dense(1, name="p")(joined), "q": layers.Dense(2, name="q")(joined)}
     model = dp.DPModel(inputs, outputs)
     model.compile(_sgd(), {"p": "mse", "q": "mae"}, metrics={"q": ["mse"]})
     x = {"a": X, "more": {"b": X[:, :2]}}
