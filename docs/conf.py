@@ -1,5 +1,7 @@
 """Sphinx configuration."""
 
+import doctest
+
 import dp_keras_opt
 
 project = "dp-keras-opt"
@@ -24,6 +26,12 @@ autodoc_typehints = "none"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
+doctest_default_flags = (
+    doctest.ELLIPSIS
+    | doctest.NORMALIZE_WHITESPACE
+    | doctest.IGNORE_EXCEPTION_DETAIL
+    | doctest.DONT_ACCEPT_TRUE_FOR_1
+)
 doctest_global_setup = """
 import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import clipping, replicas
+from dp_keras_opt.accounting.accountant import check_budget
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.types import Accountant
 
@@ -47,8 +49,8 @@ class PrivacyReport(keras.callbacks.Callback):
         sampling: Sampling | None = None,
     ) -> None:
         super().__init__()
-        if every is not None and (isinstance(every, bool) or int(every) != every or every < 1):
-            raise ValueError(f"every must be a positive number of batches, received {every!r}.")
+        if every is not None:
+            whole_number(every, "every", 1, "It is a number of batches.")
         self.delta = delta
         self.every = every
         self.accountant = accountant
@@ -102,18 +104,23 @@ class PrivacyReport(keras.callbacks.Callback):
 class PrivacyBudget(keras.callbacks.Callback):
     """Ends training before the step that would spend more than ε at δ, never after it.
 
-    The budget stays on the model: a later `fit` trains no further step beyond it, and
-    `train_on_batch` raises `PrivacyBudgetError`. A new `PrivacyBudget` replaces it. It is not saved
-    with the model, whose ledger is: pass a budget again after loading.
+    `fit` warns if that is before its last step. The budget stays on the model: a later `fit` trains
+    no further step beyond it, and `train_on_batch` raises `PrivacyBudgetError`. A new
+    `PrivacyBudget` replaces it. It is not saved with the model, whose ledger is: pass a budget
+    again after loading.
 
     Args:
         epsilon: ε ≥ 0, the most that may be spent over all of the model's training.
         delta: δ in (0, 1).
-        accountant: "rdp" or "pld".
+        accountant: "rdp", "pld" or "pure".
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(self, epsilon: float, delta: float, accountant: Accountant = "rdp") -> None:
         super().__init__()
+        check_budget(epsilon, delta, accountant)
         self.epsilon = epsilon
         self.delta = delta
         self.accountant = accountant

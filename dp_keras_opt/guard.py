@@ -135,7 +135,6 @@ class Guard:
                 raise PrivacyBudgetError(
                     f"{steps} more training steps would exceed the privacy budget {self.budget}."
                 )
-            self._warn_of_budget()
             self.stop_training = True
             raise StopIteration
         self.ledger.reserve(steps)
@@ -282,11 +281,15 @@ class Guard:
     def _iterations(self):
         return int(self.optimizer.iterations.numpy())
 
-    def _warn_of_budget(self):
-        warnings.warn(
-            f"The privacy budget {self.budget} allows no further step: training stops.",
-            stacklevel=3,
-        )
+    def _warn_of_budget(self, steps, planned):
+        """Says that `fit` ended early, unless it came to the end of what was planned."""
+        if planned is None or steps < planned:
+            of = "" if planned is None else f" of {planned}"
+            warnings.warn(
+                f"The privacy budget {self.budget} allows no further step: training stopped after "
+                f"{steps}{of} steps. To train on, pass a PrivacyBudget with a larger epsilon.",
+                stacklevel=4,
+            )
 
     def _affordable(self, steps):
         if self.budget is None or self.ledger.current is None:  # the next step begins a segment

@@ -215,13 +215,17 @@ class DPModel(Guard, PrivateStep, keras.Model):
         call["callbacks"] = _reports_first(call["callbacks"])
         self._begin_segment()
         object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
+        epochs, before = call["epochs"] - call["initial_epoch"], self._iterations()
         if not self._affordable(self.steps_per_execution):
-            self._warn_of_budget()
             call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
         object.__setattr__(self, "_fitting", True)
         try:
             with replicas.worker_lost(self.distribute_strategy):
-                return super().fit(*bound.args, **bound.kwargs)
+                history = super().fit(*bound.args, **bound.kwargs)
+            if not self._affordable(self.steps_per_execution):
+                planned = history.params.get("steps") and history.params["steps"] * epochs
+                self._warn_of_budget(self._iterations() - before, planned)
+            return history
         finally:
             object.__setattr__(self, "_fitting", False)
             current = self.ledger.current
@@ -437,6 +441,12 @@ def _sampling_of_arrays(call, optimizer):
         getattr(accounted, name) == getattr(sampling, name)
         for name in ("kind", "num_examples", "batch_size")
     )
+    if not same and call["batch_size"] < num_examples:
+        warnings.warn(
+            "Arrays given to fit are accounted as shuffled epochs, with a much larger ε than "
+            "Poisson batches: dp_keras_opt.data.poisson_batches((x, y), batch_size).",
+            stacklevel=4,
+        )
     return accounted if same else sampling
 
 

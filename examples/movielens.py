@@ -11,8 +11,9 @@ reveals is bounded far more weakly: see the group guarantee in the printed state
 the unit is one user with all their ratings. The model then has no factors, only how much each film
 is liked: factors of a user could be learned from that user alone, who is to be hidden.
 
-Writes to output/movielens: error.png (test error against ε spent), history.csv, the privacy
-statement, and the exported model, which is loaded back and asked for a prediction.
+Writes to output/movielens, or output/movielens-users: error.png (test error against ε spent),
+history.csv, the privacy statement, and the exported model, which is loaded back and asked for a
+prediction.
 """
 
 import argparse
@@ -145,7 +146,8 @@ def train(name, optimizer, data, sizes, options):
         callbacks=[report, budget],
         verbose=1,
     ).history
-    print(f"{name}: test error (MSE) {history['val_loss'][-1]:.4f} at ε = {report.epsilon:.3f}")
+    print(f"{name}: test MSE {history['val_loss'][-1]:.4f}, MAE {history['val_mae'][-1]:.4f} "
+          f"at ε = {report.epsilon:.3f}")  # fmt: skip
     return model, report, history
 
 
@@ -185,7 +187,9 @@ def arguments():
     parser.add_argument("--full", action="store_true", help="50 epochs of batches of 64")
     parser.add_argument("--quick", action="store_true", help="one epoch, to try it out")
     parser.add_argument("--data", help="tab-separated file of user, item, rating, time")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("output/movielens"))
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="default output/movielens, or output/movielens-users"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the split and initial weights")
     options = parser.parse_args()
     options.epochs = options.epochs or (
@@ -194,6 +198,8 @@ def arguments():
     options.batch_size = options.batch_size or (
         236 if options.users else 64 if options.full else 1024
     )
+    folder = "movielens-users" if options.users else "movielens"
+    options.output = options.output or pathlib.Path("output", folder)
     return options
 
 

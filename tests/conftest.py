@@ -58,6 +58,12 @@ def clip_and_sum(gradients, clip_norm, scale=None, normalize=False, gamma=0.01, 
     return total
 
 
+def numpy_elements(dataset):
+    """`dataset.as_numpy_iterator()`, which in TensorFlow 2.18 fails where an element holds None."""
+    for element in dataset:
+        yield tf.nest.map_structure(lambda t: None if t is None else t.numpy(), element)
+
+
 def assert_close(actual, expected, rtol=1e-4):
     """Agreement relative to the largest entry of all; the entries of the smallest may be noise."""
     largest = max(np.abs(np.asarray(e)).max(initial=0.0) for e in expected)

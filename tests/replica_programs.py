@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import dp_keras_opt as dp
+from tests.conftest import numpy_elements
 from tests.test_noise import assert_exactly
 
 SIGMA, CLIP, BATCH, DIM = 1.5, 0.4, 8, 20
@@ -305,7 +306,7 @@ def check_data(strategy, task):
 
     def drawn(batches):
         return np.concatenate(
-            [x[rows.mask.ravel() > 0] for x, _, rows in batches.dataset.as_numpy_iterator()]
+            [x[rows.mask.ravel() > 0] for x, _, rows in numpy_elements(batches.dataset)]
         )
 
     parts = (poisson, ordered, users)

@@ -1,6 +1,8 @@
 """ε during training, the budget that ends it, and the ledger's count of steps."""
 
 import csv
+import re
+import warnings
 
 import dp_accounting
 import keras
@@ -16,7 +18,7 @@ layers = keras.layers
 N, B, SIGMA, DELTA = 24, 8, 1.0, 1e-3
 X = np.random.default_rng(1).normal(size=(N, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-POISSON = Sampling.poisson(N, B)
+POISSON, SUBSETS = Sampling.poisson(N, B), Sampling.without_replacement(N, B)
 
 
 def _model(noise_multiplier=SIGMA, **kwargs):
@@ -181,7 +183,7 @@ def test_pld_is_tighter():
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_every_out_of_range(every):
-    with pytest.raises(ValueError, match="every must be a positive number"):
+    with pytest.raises(ValueError, match="every must be an integer >= 1"):
         PrivacyReport(DELTA, every=every)
 
 
@@ -248,6 +250,50 @@ def test_the_budget_holds_over_several_fits_and_for_single_steps():
     _assert_steps(model, 7)  # a new budget replaces it
 
 
+@pytest.mark.parametrize(
+    "epochs, initial, ran, planned", [(3, 0, 4, 9), (2, 0, 4, 6), (5, 3, 4, 6)]
+)
+def test_an_end_before_the_last_step_is_said(epochs, initial, ran, planned):
+    model = _model()
+    budget = PrivacyBudget(_budget_for(4), DELTA)
+    words = f"{budget} allows no further step: training stopped after {ran} of {planned} steps"
+    with pytest.warns(UserWarning, match=re.escape(words)):
+        model.fit(_batches(3), epochs=epochs, initial_epoch=initial, verbose=0, callbacks=[budget])
+    _assert_steps(model, ran)
+
+
+@pytest.mark.parametrize("steps, affordable", [(2, 4), (2, 9)])
+def test_the_planned_end_is_no_early_one(steps, affordable):
+    model = _model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        budget = PrivacyBudget(_budget_for(affordable), DELTA)
+        model.fit(_batches(steps), epochs=2, verbose=0, callbacks=[budget])
+    _assert_steps(model, 4)
+
+
+def test_an_early_end_is_said_where_the_length_is_not_known():
+    budget = PrivacyBudget(_budget_for(2), DELTA)
+    with pytest.warns(UserWarning, match="training stopped after 2 steps"):
+        _model().fit(_unknown_length(3, POISSON), verbose=0, callbacks=[budget])
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ((-1.0, DELTA), "epsilon"),
+        ((float("nan"), DELTA), "epsilon"),
+        (("2", DELTA), "epsilon"),
+        ((1.0, 1.0), "delta"),
+        ((1.0, -1e-6), "delta"),
+        ((1.0, DELTA, "moments"), "accountant"),
+    ],
+)
+def test_what_cannot_be_a_budget_is_refused_at_once(arguments, named):
+    with pytest.raises(ValueError, match=f"{named} must be"):
+        PrivacyBudget(*arguments)
+
+
 @pytest.mark.parametrize("affordable, run", [(8, 8), (9, 8), (7, 4), (4, 4)])
 def test_the_budget_with_several_steps_at_once(affordable, run):
     """Four steps run together or not at all."""
@@ -302,11 +348,11 @@ def test_the_budget_with_validation_data():
 # The ledger's count is that of the optimizer, however training ends.
 
 
-def _unknown_length(steps):
+def _unknown_length(steps, sampling=SUBSETS):
     spec = tf.TensorSpec([B, 3], tf.float32), tf.TensorSpec([B, 1], tf.float32)
     elements = [(X[:B], Y[:B])] * steps
     data = tf.data.Dataset.from_generator(lambda: iter(elements), output_signature=spec)
-    return dp.data.assume_sampling(data, Sampling.without_replacement(N, B))
+    return dp.data.assume_sampling(data, sampling)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -414,6 +415,23 @@ def test_steps_per_epoch_with_arrays_is_refused():
     model.compile(_sgd(), "mse")
     with pytest.raises(ValueError, match="steps_per_epoch with arrays"):
         model.fit(X, Y, steps_per_epoch=2, verbose=0)
+
+
+def test_that_arrays_are_expensive_is_said_where_there_is_a_choice():
+    model = dp.make_private(Plain())
+    model.compile(_sgd(), "mse")
+    with pytest.warns(UserWarning, match="much larger ε than Poisson"):
+        model.fit(X, Y, verbose=0)
+    calibrated = _sgd(noise_multiplier=None)
+    dp.accounting.calibrate(calibrated, Sampling.shuffled(N, B), 3, epsilon=9.0, delta=DELTA)
+    for optimizer in (
+        _sgd(batch_size=N),
+        calibrated,
+    ):  # one example is in all steps, or it was planned so
+        model.compile(optimizer, "mse")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.fit(X, Y, verbose=0)
 
 
 def test_arrays_count_as_shuffled_without_the_validation_split():

@@ -16,7 +16,7 @@ import tensorflow as tf
 import dp_keras_opt as dp
 from dp_keras_opt.accounting import Sampling
 from dp_keras_opt.data import Rows
-from tests.conftest import assert_close, clip_and_sum
+from tests.conftest import assert_close, clip_and_sum, numpy_elements
 from tests.test_noise import assert_exactly
 
 K, CLIP, SIGMA = 3, 0.05, 1.5
@@ -35,7 +35,7 @@ def seeded(*args, seed=1, **kwargs):
 
 def drawn(batches):
     """For each batch a list with the indices of each user's rows, in the order of the rows."""
-    for x, _, rows in batches.dataset.as_numpy_iterator():
+    for x, _, rows in numpy_elements(batches.dataset):
         mask = rows.mask == 1
         yield [ids[shown] for ids, shown in zip(x.reshape(mask.shape), mask, strict=True)]
 
@@ -102,7 +102,7 @@ def test_shape_padding_and_weights(physical):
     static = block * K if block >= len(COUNTS) else None
     assert batches.dataset.element_spec[0]["b"].shape.as_list() == [static, 4]
     assert batches.dataset.element_spec[2].mask.shape[1] == K
-    for x, y, rows in batches.dataset.as_numpy_iterator():
+    for x, y, rows in numpy_elements(batches.dataset):
         users, mask = len(rows.mask), rows.mask.astype(bool)
         assert users % block == 0 and len(x["a"]) == users * K
         np.testing.assert_array_equal(x["b"], X[x["a"]])

@@ -138,13 +138,20 @@ def compose(segments, delta, accountant="rdp", max_distinct=MAX_DISTINCT, optimi
     return float(sum(each.get_epsilon(share) for each in accountants.values()))
 
 
+def check_budget(epsilon, delta, accountant):
+    """Refuses what cannot be a budget, before there are steps to be counted against it."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
+        raise ValueError(f"epsilon must be a number >= 0; received {epsilon!r}.")
+    check_delta(delta, (), accountant)
+    _check_name(accountant)
+
+
 def affordable_steps(past, current, limit, epsilon, delta, accountant="rdp"):
     """How many further steps of the segment `current`, at most `limit`, keep within epsilon.
 
     See `Ledger.affordable_steps`; `past` are the segments before it.
     """
-    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
-        raise ValueError(f"epsilon must be a number >= 0; received {epsilon!r}.")
+    check_budget(epsilon, delta, accountant)
     check_delta(delta, (*past, current), accountant)
     past = [segment for segment in past if segment.steps]
 

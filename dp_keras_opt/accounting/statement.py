@@ -23,7 +23,7 @@ _ACCOUNTANTS = {
 _NOT_COVERED = (
     "metrics and losses shown during training, which are computed from the data without noise;",
     "choices driven by validation data that are not public, such as early stopping;",
-    "hyper-parameter tuning: each further training run on the same data adds to the loss;",
+    "hyper-parameter tuning: each further training run on the same data adds to epsilon;",
     "preprocessing computed from the data (vocabularies, Normalization.adapt);",
     "the number of {unit}s, and the count of {unit}s with non-finite gradients;",
     "floating-point effects: the proofs are about real numbers, the noise is drawn in float32.",

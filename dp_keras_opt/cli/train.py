@@ -64,11 +64,6 @@ def add_parser(subparsers):
 
 def train(arguments):
     """The `Result` of `train`."""
-    if (arguments.output / MODEL).exists():
-        raise FileError(
-            f"{arguments.output / MODEL} exists, and with it the record of what it has spent. Give "
-            "another --output."
-        )
     check_names(arguments.loss, arguments.metrics)
     model = _private_model(arguments)
     data, validation, public = datasets.load_all(arguments, arguments.validation, arguments.public)
@@ -85,6 +80,11 @@ def _trained(arguments, model, batches, has_public, validation):
     optimizer = args.make_optimizer(arguments, arguments.batch_size, steps=steps)
     if optimizer.needs_public and not has_public:
         raise UsageError(f"{arguments.optimizer} needs public data: give --public FILE.")
+    if (arguments.output / MODEL).exists():
+        raise FileError(
+            f"{arguments.output / MODEL} exists, and with it the record of what it has spent. Give "
+            "another --output."
+        )
     _calibrate(arguments, model.ledger, optimizer, batches.sampling, steps)
     model.compile(optimizer=optimizer, loss=arguments.loss, metrics=arguments.metrics)
     report = _fit(arguments, model, batches)
