@@ -68,7 +68,7 @@ def clip_fraction(model: keras.Model, batch: tuple[Any, ...], batch_size: int = 
     optimizer, mask = model.optimizer, Batch(*batch).mask
     optimizer.serve(model.trainable_variables)
     query = next(query for query in optimizer.queries() if query.rows == "private")
-    norms = np.stack(_norms(model, batch, query, batch_size))
+    norms = _norms(model, batch, query, batch_size)
     bounds = np.asarray([bound for _, bound in clip_groups(model, query)], np.float32)
     counted = np.all(np.isfinite(norms), axis=0)
     if mask is not None:
