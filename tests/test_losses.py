@@ -24,7 +24,8 @@ def _optimizer(batch_size=ROWS, noise_multiplier=0.0, clip_norm=np.inf, learning
 def _losses(loss, y, y_pred, sample_weight=None, **kwargs):
     """The per-example losses of a model whose outputs are `y_pred` itself."""
     inputs = tf.nest.map_structure(lambda t: keras.Input(t.shape[1:]), y_pred)
-    model = dp.make_private(keras.Model(inputs, inputs))
+    outputs = tf.nest.map_structure(keras.layers.Identity(), inputs)  # older Keras refuses inputs
+    model = dp.make_private(keras.Model(inputs, outputs))
     model.compile(_optimizer(), loss, **kwargs)
     to_tensor = tf.nest.map_structure(tf.convert_to_tensor, (y, y_pred))
     weight = sample_weight
@@ -356,7 +357,8 @@ def test_metrics_are_those_of_keras_on_the_unpadded_batch(case, weighted):
     keep = mask > 0
     inputs = keras.Input(shape)
     key = "weighted_metrics" if weighted else "metrics"
-    models = keras.Model(inputs, inputs), dp.DPModel(inputs, inputs)
+    outputs = keras.layers.Identity()(inputs)
+    models = keras.Model(inputs, outputs), dp.DPModel(inputs, outputs)
     models[0].compile("sgd", "mse", **{key: list(names)})
     models[1].compile(_optimizer(), "mse", **{key: list(names)})
     expected = models[0].compute_metrics(None, y[keep], y_pred[keep], weight[keep])
