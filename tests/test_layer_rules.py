@@ -568,6 +568,7 @@ def test_convolution_of_volumes_with_channels_first():
 
 
 DEPTHWISE = [layers.DepthwiseConv1D, layers.DepthwiseConv2D]
+KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 SEPARABLE = [layers.SeparableConv1D, layers.SeparableConv2D]
 
 
@@ -588,6 +589,7 @@ def test_depthwise_and_separable_convolution(
     path, rank, padding, separable, size, strides, dilation, channels, multiplier, use_bias,
     channels_first,
 ):  # fmt: skip
+    assume(strides == 1 or dilation == 1 or KERAS >= (3, 15))  # older Keras refuses both
     filters = (3,) if separable else ()
     layer = (SEPARABLE if separable else DEPTHWISE)[rank - 1](
         *filters,
