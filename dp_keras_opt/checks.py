@@ -1,8 +1,13 @@
-"""The check that many arguments share."""
+"""The checks that many arguments share."""
 
 import numbers
 import operator
 from typing import Any
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, NaN and infinities included, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def whole_number(

@@ -223,7 +223,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
             with replicas.worker_lost(self.distribute_strategy):
                 history = super().fit(*bound.args, **bound.kwargs)
             if not self._affordable(self.steps_per_execution):
-                planned = history.params.get("steps") and history.params["steps"] * epochs
+                length = history.params["steps"]
+                planned = None if length is None else length * epochs
                 self._warn_of_budget(self._iterations() - before, planned)
             return history
         finally:

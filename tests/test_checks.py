@@ -1,9 +1,9 @@
-"""The check that many arguments share."""
+"""The checks that many arguments share."""
 
 import numpy as np
 import pytest
 
-from dp_keras_opt.checks import whole_number
+from dp_keras_opt.checks import is_number, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 10, np.int64(7), np.uint8(3)])
@@ -25,3 +25,13 @@ def test_without_a_maximum_or_a_fix():
     assert whole_number(10**9, "steps") == 10**9 and whole_number(0, "steps", 0) == 0
     with pytest.raises(ValueError, match=r"^steps must be an integer >= 2; received 1\.$"):
         whole_number(1, "steps", 2)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, -2.0, np.float32(3), np.int64(4), np.inf, np.nan])
+def test_real_numbers_are_numbers(value):
+    assert is_number(value)
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), "1", None, 1j, [1.0]])
+def test_nothing_else_is(value):
+    assert not is_number(value)

@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import logging
 import math
-import numbers
 import warnings
 
 import dp_accounting
 
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.pure import PureAccountant
+from dp_keras_opt.checks import is_number
 
 _ACCOUNTANTS = {
     "rdp": dp_accounting.rdp.RdpAccountant,
@@ -85,8 +85,7 @@ def epsilon_bracket(segments, delta, accountant="rdp"):
 
 def check_delta(delta, segments, accountant="rdp"):
     """Refuses a delta that is not a number in (0, 1), warns where it is not below 1/n."""
-    is_number = isinstance(delta, numbers.Real) and not isinstance(delta, bool)
-    if is_number and delta == 0 and accountant != "pld":
+    if is_number(delta) and delta == 0 and accountant != "pld":
         if all(segment.is_pure for segment in segments):
             return
         raise ValueError(
@@ -94,7 +93,7 @@ def check_delta(delta, segments, accountant="rdp"):
             "that all have Laplace noise are private at delta=0. Choose delta well below "
             "1/num_examples."
         )
-    if not (is_number and 0 < delta < 1):
+    if not (is_number(delta) and 0 < delta < 1):
         raise ValueError(
             f"delta must be a number in (0, 1), e.g. 1e-6; received {delta!r}. "
             "Choose it well below 1/num_examples."
@@ -138,11 +137,11 @@ def compose(segments, delta, accountant="rdp", max_distinct=MAX_DISTINCT, optimi
     return float(sum(each.get_epsilon(share) for each in accountants.values()))
 
 
-def check_budget(epsilon, delta, accountant):
-    """Refuses what cannot be a budget, before there are steps to be counted against it."""
-    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
+def check_budget(epsilon, delta, accountant, segments=()):
+    """Refuses what cannot be a budget for these segments, or for none that have begun yet."""
+    if not (is_number(epsilon) and epsilon >= 0):
         raise ValueError(f"epsilon must be a number >= 0; received {epsilon!r}.")
-    check_delta(delta, (), accountant)
+    check_delta(delta, segments, accountant)
     _check_name(accountant)
 
 
@@ -151,8 +150,7 @@ def affordable_steps(past, current, limit, epsilon, delta, accountant="rdp"):
 
     See `Ledger.affordable_steps`; `past` are the segments before it.
     """
-    check_budget(epsilon, delta, accountant)
-    check_delta(delta, (*past, current), accountant)
+    check_budget(epsilon, delta, accountant, (*past, current))
     past = [segment for segment in past if segment.steps]
 
     def fits(more):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 from typing import TYPE_CHECKING
 
 import dp_accounting
@@ -22,7 +21,7 @@ from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.segment import Segment
-from dp_keras_opt.checks import whole_number
+from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.types import Accountant
 
@@ -257,8 +256,7 @@ def _largest(meets, low, high):
 
 
 def _check_budget(epsilon):
-    is_number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
-    if not is_number or not 0 < epsilon < math.inf:
+    if not is_number(epsilon) or not 0 < epsilon < math.inf:
         raise ValueError(
             f"epsilon must be a positive finite number, e.g. 3.0; received {epsilon!r}."
         )

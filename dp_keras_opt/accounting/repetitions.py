@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-import numbers
 
 import dp_accounting
 import numpy as np
 from scipy import optimize, stats
+
+from dp_keras_opt.checks import is_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,7 @@ class RandomRepetitions:
     def __post_init__(self):
         for name, least in (("mean", 1), ("shape", 0)):
             value = getattr(self, name)
-            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not (is_number and least <= value < math.inf):
+            if not (is_number(value) and least <= value < math.inf):
                 raise ValueError(f"{name} must be a number from {least}, received {value!r}.")
 
     def event(self, run: dp_accounting.DpEvent) -> dp_accounting.DpEvent:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.optimizers.private_optimizer import (
     PrivateOptimizer,
@@ -36,14 +36,9 @@ _ABLATIONS = (None, "extra_query", "noise_before_preconditioning")
 
 def _delay(name: str, value: Any) -> tuple[int, ...]:
     phases = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    valid = len(phases) == 2 and all(
-        isinstance(p, int | np.integer) and not isinstance(p, bool) and p >= 1 for p in phases
-    )
-    if not valid:
-        raise ValueError(
-            f"{name} must be (s1, s2), two numbers of steps of at least 1; received {value!r}."
-        )
-    return tuple(int(p) for p in phases)
+    if len(phases) != 2:
+        raise ValueError(f"{name} must be s or (s1, s2), numbers of steps; received {value!r}.")
+    return tuple(whole_number(steps, name, 1, "It is a number of steps.") for steps in phases)
 
 
 class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):

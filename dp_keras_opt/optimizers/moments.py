@@ -9,7 +9,6 @@ principles for private adaptive optimizers, Algorithms 5 to 9.
 from __future__ import annotations
 
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +19,9 @@ import numpy.typing as npt
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import JointMoments, Release
-from dp_keras_opt.optimizers.private_optimizer import _batch_size
 from dp_keras_opt.types import Adjacency
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ class ScaleThenPrivatize(SecondMoment):
     scaled = True
 
     def __init__(self, epsilon: float | None = None) -> None:
-        if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
+        if epsilon is not None and not (is_number(epsilon) and 0 < epsilon < math.inf):
             raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
         self.epsilon = epsilon
 
@@ -226,7 +225,7 @@ class Joint(SecondMoment):
         adjacency: Adjacency = "add_or_remove_one",
     ) -> None:
         if max_batch_size is not None:
-            max_batch_size = _batch_size("max_batch_size", max_batch_size)
+            max_batch_size = whole_number(max_batch_size, "max_batch_size")
         if adjacency not in ("add_or_remove_one", "zero_out", "replace_one"):
             raise ValueError(
                 "adjacency must be 'add_or_remove_one', 'zero_out' or 'replace_one', received "
@@ -265,7 +264,7 @@ class Joint(SecondMoment):
 
     @staticmethod
     def _checked_weight(weight):
-        if not _is_number(weight) or not 0 < weight < math.inf:
+        if not is_number(weight) or not 0 < weight < math.inf:
             raise ValueError(f"weight (λ) must be positive and finite, received {weight!r}.")
         return float(weight)
 
@@ -471,10 +470,6 @@ class Noiseless(SecondMoment):
 
     def get_config(self) -> dict[str, Any]:
         return {"scaled": self.scaled}
-
-
-def _is_number(value):
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 _NAMES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt import filters, noise, replicas
-from dp_keras_opt.checks import whole_number
+from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.entropy import NoiseSource
 from dp_keras_opt.noise.mechanism import Release
@@ -89,7 +88,7 @@ class _FrozenAtBuild(Generic[_Kept]):
 
 
 def _number(name, value) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+    if not is_number(value) or math.isnan(value):
         raise ValueError(f"{name} must be a number, received {value!r}.")
     return float(value)
 
