@@ -531,9 +531,7 @@ def _poisson(
 
     They are indices of examples or, with `owned`, of users: `owned[user]` are a user's examples.
     """
-    n, batch_size, together = (
-        sampling.num_examples, sampling.batch_size, sampling.examples_per_unit or 1
-    )  # fmt: skip
+    n, together = sampling.num_examples, sampling.examples_per_unit or 1
     # Each worker draws from examples of its own: whatever the workers draw, none is drawn twice,
     # and each is drawn independently of all others, as it is by one worker.
     worker, workers = replicas.place()
@@ -541,24 +539,33 @@ def _poisson(
     if steps_per_epoch is None:
         steps_per_epoch = sampling.steps_per_epoch
     if physical_batch_size is None:
-        share = batch_size / workers
+        share = sampling.batch_size / workers
         physical_batch_size = together * 8 * int(np.ceil(min(share + 2 * share**0.5, n) / 8))
     steps_per_epoch = whole_number(steps_per_epoch, "steps_per_epoch")
     physical_batch_size = whole_number(physical_batch_size, "physical_batch_size")
     block = max(1, physical_batch_size // together)
 
     def draws():
-        # A seeded iteration has a stream of its own: how far an earlier one was prefetched before
-        # it was abandoned is a matter of timing, and must not change the draws of this one.
-        rng = numpy_generator() if root is None else root.spawn(1)[0]
-        for step in range(steps_per_epoch):
-            turn = members[step % len(members)]
-            drawn = _padded_draw(rng, turn, sampling.sampling_probability, block)
-            yield drawn if owned is None else by_user.examples_of(rng, owned, drawn, together)
+        return _draws(sampling, members, steps_per_epoch, block, root, owned)
 
     rows = block * together if block >= n else None
     dataset = _gathered(examples, draws, rows, steps_per_epoch, sampling.examples_per_unit)
     return Batches(dataset, sampling, block * together, steps_per_epoch, workers=workers)
+
+
+def _draws(sampling, members, steps, block, root=None, owned=None):
+    """The indices of each step's draw, as `_poisson` says, in blocks of so many units."""
+    # A seeded iteration has a stream of its own: how far an earlier one was prefetched before
+    # it was abandoned is a matter of timing, and must not change the draws of this one.
+    seeded = None if root is None else root.spawn(1)[0]
+    for step in range(steps):
+        rng = seeded or numpy_generator()  # nothing is kept that a fork of the process could repeat
+        drawn = _padded_draw(
+            rng, members[step % len(members)], sampling.sampling_probability, block
+        )
+        if owned is not None:
+            drawn = by_user.examples_of(rng, owned, drawn, sampling.examples_per_unit)
+        yield drawn
 
 
 def _root(name, seed):

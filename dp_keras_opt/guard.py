@@ -8,7 +8,7 @@ import tensorflow as tf
 from dp_keras_opt import replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.sampling import check_sampling
-from dp_keras_opt.noise import resume
+from dp_keras_opt.noise import entropy, resume
 from dp_keras_opt.types import Path
 
 
@@ -20,7 +20,7 @@ class Guard:
     """Mixin over `keras.Model`: checks sampling, schedule and budget, and enters each step.
 
     It reads `optimizer`, `budget` and `_fitting`, and keeps `_ledger`, `_run`, `_stepping`,
-    `_sampling`, `_arrangement` and `_resumed`; `DPModel` has them.
+    `_sampling`, `_arrangement`, `_resumed` and `_process`; `DPModel` has them.
     """
 
     @property
@@ -121,6 +121,10 @@ class Guard:
 
     def _enter(self, steps, iterator):
         """Checks that these steps may run on this data, and reserves them in the ledger."""
+        if self._process != entropy.process():  # the process that it forked from has the run
+            self.ledger.close()
+            object.__setattr__(self, "_process", entropy.process())
+        self.optimizer.noise_source.renew_after_fork()
         self._prepare(iterator)
         self._begin_segment()
         segment = self.ledger.current

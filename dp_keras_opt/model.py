@@ -21,6 +21,7 @@ from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import Batches
 from dp_keras_opt.guard import Guard
+from dp_keras_opt.noise import entropy
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.step import PrivateStep
 from dp_keras_opt.types import Path
@@ -86,6 +87,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "_sampling": None,
             "_arrangement": None,
             "_resumed": None,
+            "_process": entropy.process(),
             "_plans": {},
             "physical_batch_size": None,
             "_block": None,

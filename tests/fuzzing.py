@@ -158,6 +158,7 @@ class _Known:
     def __init__(self, source):
         self.value = 0.0
         source.normal = source.laplace = self
+        source.normal_and_rest = lambda shape: (self(shape), tf.zeros(shape, self.dtype))
         self.dtype = source.dtype
 
     def __call__(self, shape):

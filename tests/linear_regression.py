@@ -42,6 +42,9 @@ class FixedNoise:
         assert tuple(shape) == table.shape[1:]
         return tf.gather(table, tf.convert_to_tensor(self.optimizer.iterations))
 
+    def renew_after_fork(self):
+        """Nothing to renew."""
+
     def flat(self, step, draw=0):
         """The draw of step `step` (from 0) as one float64 vector."""
         tables = self.tables[draw * len(SHAPES) : (draw + 1) * len(SHAPES)]

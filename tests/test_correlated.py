@@ -72,10 +72,10 @@ class Recorded(NoiseSource):
         super().__init__()
         self.draws = []
 
-    def normal(self, shape):
-        draw = super().normal(shape)
+    def normal_and_rest(self, shape):
+        draw, rest = super().normal_and_rest(shape)
         self.draws.append(draw)
-        return draw
+        return draw, rest
 
 
 # Strategies.
@@ -206,7 +206,9 @@ def test_the_streamed_noise_is_the_inverse_times_the_draws(name, options):
     def step():
         source.draws.clear()
         result = mechanism.unit_noise(shapes, source)
-        return result, list(source.draws)
+        flat = tf.concat([tf.reshape(draw, [-1]) for draw in source.draws], axis=0)
+        parts = tf.split(flat, [math.prod(shape) for shape in shapes])
+        return result, [tf.reshape(p, shape) for p, shape in zip(parts, shapes, strict=True)]
 
     step = step if options is None else tf.function(step, autograph=False, **options)
     for _run in range(2):

@@ -94,22 +94,23 @@ class Correlated(Mechanism):
         gain, weights, slot, keeps_noise = self.mixing(step)
         gain, weights = tf.cast(gain, source.dtype), tf.cast(weights, source.dtype)
         step.assign_add(1)
-        draws = [source.normal(shape) for shape in shapes]
         if not self.slots:
-            return [gain * draw for draw in draws]
-        draw = tf.concat([tf.reshape(part, [-1]) for part in draws], axis=0)
-        noise = _mixed(draw, gain, weights, [buffer.read_value() for buffer in past])
+            return [gain * source.normal(shape) for shape in shapes]
+        draw, rest = source.normal_and_rest((sum(math.prod(shape) for shape in shapes),))
+        noise = _mixed(draw, rest, gain, weights, [buffer.read_value() for buffer in past])
         _overwrite(past, slot, noise if keeps_noise else draw)
         parts = tf.split(noise, [math.prod(shape) for shape in shapes])
         return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @tf.function(jit_compile=True, autograph=False)
-def _mixed(draw, gain, weights, past):
+def _mixed(draw, rest, gain, weights, past):
     """gain·(draw + Σ weights·past), compiled: in one pass over the buffers."""
     for index, buffer in enumerate(past):
         draw += weights[index] * buffer
-    return gain * draw
+    # Where the terms cancel they have no digits left: the noise could be 0, or lie on a grid.
+    last_digit = float(np.finfo(draw.dtype.as_numpy_dtype).eps)
+    return gain * draw + 8 * last_digit * rest
 
 
 def _overwrite(past, slot, value):

@@ -1,6 +1,7 @@
 """Where randomness comes from: the operating system, unless a user asks for a seed."""
 
 import math
+import os
 import secrets
 import warnings
 
@@ -8,25 +9,43 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import replicas
+from dp_keras_opt.noise import bits
+from dp_keras_opt.noise.memory import NoiseMemory
+
+_forks = [0]
 
 
-class NoiseSource:
+def _count_fork():
+    # In every child of the process, also in those that only load data: nothing else happens here.
+    _forks[0] += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+def process():
+    """What tells this process from the one that it was forked from, also where ids come again."""
+    return os.getpid(), _forks[0]
+
+
+class NoiseSource(NoiseMemory):
     """A stream of random numbers that is never saved and never repeats.
 
     The whole state of the Philox generator, key and counter (192 bits), is drawn from the
     operating system. It lives in a plain Python object, so that neither Keras nor
-    `tf.train.Checkpoint` saves it: a restored run continues with noise that was never used.
+    `tf.train.Checkpoint` saves it: a restored run continues with noise that was never used. A copy,
+    and a fork of the process, draw a state of their own.
 
     Args:
         seed: None, or an integer for a reproducible stream. Whoever knows the seed can subtract
             the noise; a warning says so.
     """
 
-    #: Of the draws, and of the memory of past ones.
-    dtype = tf.float32
-
     def __init__(self, seed=None):
-        self._seeded = seed is not None
+        super().__init__()
+        self._seed = seed
+        self._process = process()
         if seed is None:
             state = _fresh_state()
         else:
@@ -36,105 +55,75 @@ class NoiseSource:
                 stacklevel=2,
             )
             state = np.random.SeedSequence(seed).generate_state(3, np.uint64).view(np.int64)
-        self._memories = {}
 
         def generator():
             return tf.random.Generator.from_state(state, alg="philox")
 
         self._generator = replicas.without_strategy(generator)  # one for all replicas
 
+    def __reduce__(self):  # also what `copy` and `deepcopy` go by
+        return type(self), (self._seed,)
+
     def share(self, strategy):
         """Has all workers of a strategy draw the same numbers, from a fresh state of the first."""
-        if not self._seeded and replicas.place(strategy)[1] > 1:
+        if self._seed is None and replicas.place(strategy)[1] > 1:
             state = replicas.of_chief(_fresh_state().tobytes(), strategy)
             self._generator.reset(np.frombuffer(state, np.int64))
 
-    def remember(self, stream, slots, shapes):
-        """Makes the memory of a stream of correlated noise: so many buffers of all variables.
+    def renew_after_fork(self):
+        """Draws a new state where the process is a fork of the one that the state was drawn in.
 
-        The buffers are past noise, as secret as the generator, and like it saved nowhere.
+        To be called from Python before each execution of a graph, which cannot ask.
         """
-        size = sum(math.prod(shape) for shape in shapes)
+        if self._process != process():
+            self._process = process()
+            self._renew()
+            self.restart()
 
-        def memory():
-            step = tf.Variable(0, dtype=tf.int64, trainable=False)
-            zeros = tf.zeros((size,), self.dtype)
-            return step, [tf.Variable(zeros, trainable=False) for _ in range(slots)]
+    def _renew(self):
+        if self._seed is None:
+            self._generator.reset(_fresh_state())
 
-        self._memories[stream] = replicas.without_strategy(memory)
-
-    def memory(self, stream):
-        """(steps of the run so far, buffers) of a stream."""
-        return self._memories[stream]
-
-    def restart(self):
-        """Begins all streams anew: a new run of the mechanism."""
-        for step, buffers in self._memories.values():
-            step.assign(0)
-            for buffer in buffers:
-                buffer.assign(tf.zeros_like(buffer))
-
-    def export(self):
-        """The buffers of all streams, as NumPy arrays: {stream: [(size,), …]}."""
-        return {
-            stream: [buffer.numpy() for buffer in buffers]
-            for stream, (_, buffers) in self._memories.items()
-        }
-
-    def restore(self, memories, steps):
-        """Goes on with a run after so many steps, from what `export` gave.
-
-        Raises:
-            ValueError: the buffers do not fit.
-        """
-        own = {stream: [tuple(b.shape) for b in buffers] for stream, (_, buffers) in
-               self._memories.items()}  # fmt: skip
-        theirs = {stream: [b.shape for b in buffers] for stream, buffers in memories.items()}
-        if own != theirs:
-            raise ValueError(f"Past noise of the shapes {theirs} does not fit {own}.")
-        for stream, (step, buffers) in self._memories.items():
-            step.assign(steps)
-            for buffer, past in zip(buffers, memories[stream], strict=True):
-                buffer.assign(past)
-
-    def step(self, stream):
-        """Steps of the run so far."""
-        return self._memories[stream][0].read_value()
+    def _words(self, *shape):
+        """Fresh random words, int64, of the given static shape."""
+        if tf.executing_eagerly():
+            self.renew_after_fork()
+        return self._generator.uniform_full_int(shape, dtype=tf.int64)
 
     def normal(self, shape):
         """Fresh standard normals of the given static shape, float32.
 
-        By Box and Muller's method from 64 random bits for each two: 40 for the radius √(−2 ln u),
-        24 for the angle. They end at 7.5, with a probability of 5·10⁻¹³ beyond. Those that
-        TensorFlow draws end at 5.68, and what lies beyond would tell a sum apart from its neighbour
-        with a probability above many a delta.
+        By Box and Muller's method, from 128 random bits for each two. They are never 0 and end at
+        9.4, with a probability of 6·10⁻²¹ beyond. Those that TensorFlow draws end at 5.68, and what
+        lies beyond would tell a sum apart from its neighbour with a probability above many a delta.
+        """
+        return self.normal_and_rest(shape)[0]
+
+    def normal_and_rest(self, shape):
+        """`normal`, and uniform draws in (−1, 1) of the same shape, for who adds normals up.
+
+        Near 0 a sum of normals is a multiple of their last digit. With the uniform draws in units
+        of that digit it is as fine there as a normal.
         """
         size = math.prod(shape)
-        bits = self._generator.uniform_full_int(((size + 1) // 2,), dtype=tf.uint64)
-        radius, angle = (
-            tf.cast(part, tf.float32)
-            for part in (
-                tf.bitwise.right_shift(bits, tf.constant(24, tf.uint64)),
-                tf.bitwise.bitwise_and(bits, tf.constant(2**24 - 1, tf.uint64)),
-            )
+        words = self._words(2, (size + 1) // 2)
+        radius = tf.sqrt(2 * bits.exponential(words[0], self.dtype))
+        normals = radius * tf.stack(bits.circle(words[1], self.dtype))
+        return tuple(
+            tf.reshape(tf.reshape(both, [-1])[:size], shape)
+            for both in (normals, bits.rest(words, self.dtype))
         )
-        radius = tf.sqrt(-2 * tf.math.log((radius + 0.5) * 2.0**-40))
-        angle *= 2 * math.pi * 2.0**-24
-        both = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], axis=0)
-        return tf.reshape(both[:size], shape)
 
     def laplace(self, shape):
         """Fresh Laplace draws of scale 1 and the given static shape, float32.
 
-        From 64 random bits each: 52 for the magnitude −ln u, whose tail then ends at 36 instead of
-        16 scales (probability 2⁻⁵³), and one for the sign.
+        From 64 random bits each, one of which is the sign. They are never 0 and end at 44, where
+        a true one would be with a probability of 2⁻⁶⁴.
         """
-        bits = self._generator.uniform_full_int(shape, dtype=tf.uint64)
-        magnitude = tf.bitwise.right_shift(bits, tf.constant(12, tf.uint64))  # 52 bits
-        uniform = (tf.cast(magnitude, tf.float64) + 0.5) * 2.0**-52  # in (0, 1), symmetric
-        positive = tf.equal(tf.bitwise.bitwise_and(bits, tf.constant(1, tf.uint64)), 1)
-        exponential = tf.cast(-tf.math.log(uniform), tf.float32)
-        return tf.where(positive, exponential, -exponential)
+        words = self._words(*shape)
+        magnitude = tf.bitwise.right_shift(words, tf.constant(1, tf.int64))
+        exponential = bits.exponential(magnitude, self.dtype, 63)
+        return tf.where(bits.bit(words, 0), exponential, -exponential)
 
 
 def _fresh_state():

@@ -12,7 +12,6 @@ generator, Philox, is good for simulations, but is not made against an adversary
 """
 
 import math
-import os
 import secrets
 import threading
 
@@ -20,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import replicas
+from dp_keras_opt.noise import bits
 from dp_keras_opt.noise.entropy import NoiseSource
 
 _REKEY = 2**38 - 2**32  # bytes: beyond 256 GB, the block counter of ChaCha20 would begin anew
@@ -46,10 +46,8 @@ class SecureNoiseSource(NoiseSource):
                 "not installed: pip install 'dp-keras-opt[secure]'."
             ) from error
         super().__init__()
-        self._ciphers, self._lock, self._stream = ciphers, threading.Lock(), None
-
-    def __deepcopy__(self, memo):
-        return SecureNoiseSource()
+        self._ciphers = ciphers
+        self._renew()
 
     def __reduce__(self):
         return SecureNoiseSource, ()
@@ -61,40 +59,47 @@ class SecureNoiseSource(NoiseSource):
                 "same numbers. Train within one process, or without secure_noise."
             )
 
+    def _renew(self):
+        self._lock, self._stream = threading.Lock(), None  # the lock may be held, for ever
+
     def random_bytes(self, count):
         """Bytes that are never given out twice; a fork of the process has a key of its own."""
+        self.renew_after_fork()
         with self._lock:
-            if self._stream is None or self._process != os.getpid() or self._left < count:
+            if self._stream is None or self._left < count:
                 key, nonce = secrets.token_bytes(32), bytes(16)
                 algorithm = self._ciphers.algorithms.ChaCha20(key, nonce)
                 self._stream = self._ciphers.Cipher(algorithm, mode=None).encryptor()
-                self._process, self._left = os.getpid(), _REKEY
+                self._left = _REKEY
             self._left -= count
             return self._stream.update(bytes(count))
 
-    def _uniforms(self, *shape):
-        """Doubles in (0, 1), of 53 random bits each."""
-
+    def _words(self, *shape):
         def draw():
             return np.frombuffer(self.random_bytes(8 * math.prod(shape)), np.int64).reshape(shape)
 
         # Stateful: the graph may neither merge nor leave out nor repeat calls.
-        bits = tf.ensure_shape(tf.numpy_function(draw, [], tf.int64, stateful=True), shape)
-        whole = tf.bitwise.bitwise_and(bits, tf.constant(2**53 - 1, tf.int64))
-        return (tf.cast(whole, tf.float64) + 0.5) * 2.0**-53
+        return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64, stateful=True), shape)
 
     def normal(self, shape):
         """Fresh standard normals, float64: two by Box and Muller's method, added, over √2."""
-        u = self._uniforms(4, math.prod(shape))
-        draws = tf.sqrt(-tf.math.log(u[:2])) * tf.cos(2 * math.pi * u[2:])
-        return tf.reshape(tf.reduce_sum(draws, axis=0), shape)
+        return self._sum_of_two(shape, lambda words: tf.sqrt(bits.exponential(words, self.dtype)))
+
+    def normal_and_rest(self, shape):
+        return self.normal(shape), bits.rest(self._words(*shape), self.dtype)
 
     def laplace(self, shape):
         """Fresh Laplace draws of scale 1, float64.
 
-        With uniform u and v, ln u·cos πv is half the difference of two squared normals; two such
-        make a difference of two exponential draws.
+        With an exponential e and a uniform angle v, e·cos v is half the difference of two squared
+        normals; two such make a difference of two exponential draws.
         """
-        u = self._uniforms(4, math.prod(shape))
-        draws = tf.math.log(u[:2]) * tf.cos(math.pi * u[2:])
-        return tf.reshape(tf.reduce_sum(draws, axis=0), shape)
+        return self._sum_of_two(shape, lambda words: bits.exponential(words, self.dtype))
+
+    def _sum_of_two(self, shape, radius):
+        """Σ r·cos v of two radii and angles, where cancelling leaves neither a 0 nor a grid."""
+        words = self._words(5, math.prod(shape))
+        cosines, _ = bits.circle(words[2:4], self.dtype)
+        total = tf.reduce_sum(radius(words[:2]) * cosines, axis=0)
+        # What is less than the two numbers' last digit is not in their sum: it is drawn.
+        return tf.reshape(total + 2.0**-53 * bits.rest(words[4], self.dtype), shape)
