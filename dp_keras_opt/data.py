@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -52,15 +52,24 @@ class Rows(NamedTuple):
     public: Any = None  # None, or float32 [rows]: 1 / their number for rows declared public, else 0
 
 
+#: What is said where padding could no longer be told from data.
+LOST_ROWS = (
+    "The batches are padded, and what says which of their rows are padding is lost: the Rows, the "
+    "third element of each batch. Copies of an example would count as data, and one example would "
+    "move the sum by many times the clip norm at an unchanged ε. Pass the Rows on as they are; to "
+    "change examples on the way, use batches.map(lambda x, y: ...), which keeps them."
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batches:
     """A data set of batches, with the statement of how they were sampled.
 
     It exists because attributes set on a `tf.data.Dataset` are lost by its `map`, `prefetch` and
-    `repeat`. To process batches further, replace the data set and keep the statement:
-    `dataclasses.replace(batches, dataset=batches.dataset.map(augment))`. Only what keeps each
-    batch as it is may follow the sampling: `cache` would repeat the same draws in every epoch,
-    `unbatch` and `shuffle` would mix them, and the statement would be false.
+    `repeat`. To change examples on the way, as for augmentation, call `map`. Whoever replaces the
+    data set (`dataclasses.replace(batches, dataset=...)`) keeps each batch as it is, its `Rows`
+    included: `cache` would repeat the same draws in every epoch, `unbatch` and `shuffle` would mix
+    them, and the statement would be false.
 
     Attributes:
         dataset: what `keras.Model.fit` takes.
@@ -80,6 +89,39 @@ class Batches:
     steps_per_epoch: int | None = None
     arrangement: int | None = dataclasses.field(default=None, repr=False)
     workers: int = 1
+
+    def map(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> Batches:
+        """The same batches with `function(x, y)` in the place of each example (x, y).
+
+        It is called on every row alone, padding and public rows included, whenever a batch is
+        drawn: random augmentation is another each time, and no example can depend on others. Which
+        rows count, their weights and the sampling stay as they are.
+
+        Args:
+            function: takes x and y of one example, without the dimension of the batch, and returns
+                its new x and y, of the same shapes for all examples. It is traced by `tf.data`.
+
+        Raises:
+            TypeError: the data is no `tf.data.Dataset`, or `function` does not return (x, y).
+        """
+        if not isinstance(self.dataset, tf.data.Dataset):
+            raise TypeError(
+                "map needs batches of a tf.data.Dataset, received those of a "
+                f"{type(self.dataset).__name__}. Change the examples where they are made."
+            )
+        pairs = self.dataset.map(lambda x, y, *rows: (x, y))
+        signature = pairs.unbatch().map(function).element_spec  # traced, and never run
+        if not isinstance(signature, tuple) or len(signature) != 2:
+            raise TypeError(
+                f"function(x, y) must return a tuple (x, y) of one example; it returns {signature}."
+            )
+
+        def each(x, y, *rows):
+            mapped = tf.map_fn(lambda pair: function(*pair), (x, y), fn_output_signature=signature)
+            return (*mapped, *rows)
+
+        mapped = self.dataset.map(each, num_parallel_calls=tf.data.AUTOTUNE)
+        return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
@@ -425,8 +467,7 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
         )
     if isinstance(data, Batches):
         raise TypeError(
-            f"`data` states its sampling already: {data!r}. To process it further, use "
-            "dataclasses.replace(batches, dataset=...)."
+            f"`data` states its sampling already: {data!r}. To change its examples, call its map."
         )
     no_batches = str | bytes | tuple | list | dict | np.ndarray | tf.Tensor
     if isinstance(data, no_batches) or not isinstance(data, Iterable | keras.utils.PyDataset):
@@ -622,11 +663,27 @@ def _check_same_data(examples):
 
 
 def number_of_batches(data):
-    """How many batches an iteration over `data` has, None where that is not known."""
+    """How many batches an iteration over `data` has, None where that is not known, or no end is."""
     try:
         return data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
     except (TypeError, NotImplementedError):  # infinite, unknown or a generator
         return None
+
+
+def is_endless(data):
+    """Whether an iteration over `data` is known to have no end."""
+    if isinstance(data, tf.data.Dataset):
+        return int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
+    return isinstance(data, keras.utils.PyDataset) and data.num_batches is None
+
+
+def check_rows(batches):
+    """Refuses batches of a sampler that have lost their `Rows`, which tell padding from data."""
+    spec = getattr(batches.dataset, "element_spec", None)
+    if batches.physical_batch_size is None or spec is None:
+        return
+    if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], Rows)):
+        raise ValueError(LOST_ROWS)
 
 
 def _fixed_batch_size(data):

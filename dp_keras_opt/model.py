@@ -196,6 +196,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         self._assert_compile_called("fit")
         if replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches):
             batches = self._checked_batches(call["x"])
+            data.check_rows(batches)
             self._sample_as(batches.sampling, batches.arrangement)
             call["x"], call["shuffle"] = batches.dataset, False
             _check_steps(batches, call["steps_per_epoch"])
@@ -459,13 +460,30 @@ def _check_steps(batches, steps_per_epoch):
     An example that comes at most once in each of them would come more often.
     """
     sampling, whole = batches.sampling, batches.steps_per_epoch
+    passes = sampling.period > 1 and not sampling.is_poisson
     ordered = sampling.period > 1 and sampling.separation is not None
+    if passes and data.is_endless(batches.dataset):
+        raise ValueError(
+            f"The data has no end, but {sampling.kind!r} sampling states that an example comes "
+            f"once in {sampling.period} steps, one pass over the data: where a pass ends cannot be "
+            "seen here, and an example would come more often than is accounted. Leave out "
+            "repeat(); fit begins the data anew in each epoch. Or state the sampling that takes "
+            "place."
+        )
+    length = data.number_of_batches(batches.dataset)
+    if passes and length is None and steps_per_epoch not in (None, sampling.period):
+        raise ValueError(
+            f"{sampling.kind!r} sampling is accounted in whole passes over the data, of "
+            f"{sampling.period} steps; received steps_per_epoch={steps_per_epoch} with data of "
+            "unknown length, which may begin a pass in between: an example would come more often "
+            f"than is accounted. Pass steps_per_epoch={sampling.period}, leave it out, or state "
+            "the length: dataset.apply(tf.data.experimental.assert_cardinality(length))."
+        )
     if ordered and whole is not None and steps_per_epoch not in (None, whole):
         raise ValueError(
             f"{sampling.kind!r} sampling is accounted in whole passes over the data, here of "
             f"{whole} steps; received steps_per_epoch={steps_per_epoch}. Leave it out."
         )
-    length = data.number_of_batches(batches.dataset)
     if length is not None and length % sampling.period:
         raise ValueError(
             f"A pass over the data has {length} batches, but {sampling.kind!r} sampling states "

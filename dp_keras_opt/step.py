@@ -8,7 +8,7 @@ from keras import tree
 
 from dp_keras_opt import clipping, noise, replicas
 from dp_keras_opt.clipping import Batch, per_example
-from dp_keras_opt.data import Rows
+from dp_keras_opt.data import LOST_ROWS, Rows
 from dp_keras_opt.losses import per_example_losses, update_metrics
 
 #: Factor on a float16 loss: a power of two, undone before the norm is taken.
@@ -49,6 +49,8 @@ class PrivateStep:
                 "nowhere. In a training loop of your own, call train_on_batch."
             )
         batch = _as_batch(data)
+        if self._block is not None and batch.mask is None:
+            raise ValueError(LOST_ROWS)
         self._check_users(batch)
         plan = self._plan(batch)
         if self.optimizer.needs_public and batch.public is None:
