@@ -55,7 +55,6 @@ class PrivacyReport(keras.callbacks.Callback):
         self.every = every
         self.accountant = accountant
         self.sampling = sampling
-        self._ledger = None
         self._shown = 0.0
         self._due = self._before = 0
 
@@ -66,17 +65,16 @@ class PrivacyReport(keras.callbacks.Callback):
                 f"PrivacyReport accounts {self.sampling}, but the data is sampled as "
                 f"{self.model.sampling}. Make them the same."
             )
-        self._ledger = self.model.ledger
         self._shown = self.epsilon
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._due, self._before = 0, self._ledger.steps
+        self._due, self._before = 0, self.model.ledger.steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.every is None:
             return
         # Not from `batch`, which is the first or the last of an execution, by Keras's version.
-        due = (self._ledger.steps - self._before) // self.every
+        due = (self.model.ledger.steps - self._before) // self.every
         if due != self._due:  # with steps_per_execution, multiples of `every` may be jumped over
             self._due, self._shown = due, self.epsilon
         logs["epsilon"] = self._shown
@@ -87,18 +85,22 @@ class PrivacyReport(keras.callbacks.Callback):
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far, at `delta`; 0.0 before the first step."""
-        return 0.0 if self._ledger is None else self._ledger.epsilon(self.delta, self.accountant)
+        """ε of all steps in the model's ledger as it is now, at `delta`; 0.0 before the first."""
+        if self.model is None:
+            return 0.0
+        return self.model.ledger.epsilon(self.delta, self.accountant)
 
     def statement(self, group_size: int = 1) -> str:
-        """The guarantee in words; see `accounting.statement`.
+        """The guarantee of the model as it is now, in words; see `accounting.statement`.
+
+        A report that served several models speaks of the last one.
 
         Raises:
             ValueError: no training has begun.
         """
-        if self._ledger is None:
+        if self.model is None:
             raise ValueError("There is nothing to state yet: pass the report to fit first.")
-        return self._ledger.statement(self.delta, self.accountant, group_size)
+        return self.model.ledger.statement(self.delta, self.accountant, group_size)
 
 
 class PrivacyBudget(keras.callbacks.Callback):
@@ -124,7 +126,7 @@ class PrivacyBudget(keras.callbacks.Callback):
         self.epsilon = epsilon
         self.delta = delta
         self.accountant = accountant
-        self._limit = (None, 0)
+        self._limit: tuple[Any, int] = (None, 0)
 
     def on_train_begin(self, logs: Any = None) -> None:
         _check_model(self)
@@ -132,11 +134,18 @@ class PrivacyBudget(keras.callbacks.Callback):
 
     def affords(self, ledger: Ledger, steps: int) -> bool:
         """Whether this many further steps of the ledger's current segment keep the budget."""
-        run = ledger.current.run
-        if self._limit[0] != run:
+        return ledger.current.steps + steps <= self.limit(ledger)
+
+    def limit(self, ledger: Ledger) -> int:
+        """How many steps the ledger's current segment may have in all."""
+        *past, current = ledger.segments
+        # What else was spent, by whomever: another model may have the same ledger.
+        spent = tuple((segment.run, segment.steps) for segment in past)
+        key = current.run, spent, self.epsilon, self.delta, self.accountant
+        if self._limit[0] != key:
             more = ledger.affordable_steps(self.epsilon, self.delta, self.accountant)
-            self._limit = (run, ledger.current.steps + more)
-        return ledger.current.steps + steps <= self._limit[1]
+            self._limit = (key, current.steps + more)
+        return self._limit[1]
 
     def __str__(self):
         return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
