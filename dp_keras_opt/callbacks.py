@@ -34,7 +34,8 @@ class PrivacyReport(keras.callbacks.Callback):
         sampling: the `Sampling` that is to be accounted, if it shall be checked against the data's.
 
     Guarantee: `epsilon` covers all private steps in the model's ledger, those of earlier `fit`
-    calls and of a loaded model included. The other figures in the logs (loss, metrics) are computed
+    calls and of a loaded model included, as if their number had been fixed beforehand (see
+    `epsilon`). The other figures in the logs (loss, metrics) are computed
     from raw data and are not private.
     """
 
@@ -85,7 +86,12 @@ class PrivacyReport(keras.callbacks.Callback):
 
     @property
     def epsilon(self) -> float:
-        """ε of all steps in the model's ledger as it is now, at `delta`; 0.0 before the first."""
+        """ε of all steps in the model's ledger as it is now, at `delta`; 0.0 before the first.
+
+        It takes the number of steps that ran as fixed. After a stop that may have looked at
+        results, as early stopping does, the guarantee is that of the plan: `statement` has it, and
+        `model.ledger.epsilon_as_planned(delta)`.
+        """
         if self.model is None:
             return 0.0
         return self.model.ledger.epsilon(self.delta, self.accountant)
@@ -109,7 +115,8 @@ class PrivacyBudget(keras.callbacks.Callback):
     `fit` warns if that is before its last step. The budget stays on the model: a later `fit` trains
     no further step beyond it, and `train_on_batch` raises `PrivacyBudgetError`. A new
     `PrivacyBudget` replaces it. It is not saved with the model, whose ledger is: pass a budget
-    again after loading.
+    again after loading. It counts the steps that ran; where something else than the budget stops
+    a `fit` early, the statement guarantees what the budget would have afforded.
 
     Args:
         epsilon: ε ≥ 0, the most that may be spent over all of the model's training.

@@ -1,5 +1,7 @@
 """The guard around the train function: no step without its entry in the ledger."""
 
+import contextlib
+import math
 import secrets
 import warnings
 
@@ -20,7 +22,8 @@ class Guard:
     """Mixin over `keras.Model`: checks sampling, schedule and budget, and enters each step.
 
     It reads `optimizer`, `budget` and `_fitting`, and keeps `_ledger`, `_run`, `_stepping`,
-    `_sampling`, `_arrangement` and `_resumed`; `DPModel` has them.
+    `_sampling`, `_arrangement`, `_resumed`, `_to_run` (how many steps `fit` has still to run; None
+    outside of it) and `_out_of_budget`; `DPModel` has them.
     """
 
     @property
@@ -43,13 +46,18 @@ class Guard:
         self._ledger_state.ledger = ledger
 
     def _sync_ledger(self):
-        try:
+        with self._warning_of_disk():
             self.ledger.sync()
+
+    @contextlib.contextmanager
+    def _warning_of_disk(self):
+        try:
+            yield
         except OSError as error:
             warnings.warn(
                 f"{self.ledger.path} could not be brought up to date ({error}): it counts more "
                 "steps than ran, which is safe.",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     # How batches are sampled.
@@ -114,7 +122,7 @@ class Guard:
                 object.__setattr__(self, "_stepping", False)
             self._settle(steps, before)  # the data may have ended in between
             if self._fitting and not self._affordable(steps):
-                self.stop_training = True
+                self._stop_for_budget()
             return logs
 
         self.train_function = train_function
@@ -135,9 +143,35 @@ class Guard:
                 raise PrivacyBudgetError(
                     f"{steps} more training steps would exceed the privacy budget {self.budget}."
                 )
-            self.stop_training = True
+            self._stop_for_budget()
             raise StopIteration
         self.ledger.reserve(steps)
+
+    def _stop_for_budget(self):
+        self.stop_training = True
+        object.__setattr__(self, "_out_of_budget", True)
+
+    # What `fit` planned: how many steps it runs, unless results stop it.
+
+    def _plan_steps(self, epochs, steps):
+        """Begins the plan of a `fit`: so many epochs, or as much of them as the budget affords."""
+        object.__setattr__(self, "_to_run", epochs * steps if epochs else 0)
+        object.__setattr__(self, "_out_of_budget", False)
+        self._enter_plan()
+
+    def _enter_plan(self):
+        """Tells the ledger what is planned of its current segment."""
+        steps, current = self._to_run, self.ledger.current
+        if self.budget is not None and not math.isinf(self.budget.epsilon):
+            steps = min(steps, max(self.budget.limit(self.ledger) - current.steps, 0))
+        self.ledger.plan(steps)
+
+    def _end_plan(self, done):
+        """Ends the plan: it is what ran, unless the `fit` may have been stopped by results."""
+        object.__setattr__(self, "_to_run", None)
+        if done and (self._out_of_budget or not self.stop_training):
+            with self._warning_of_disk():
+                self.ledger.fulfil(self._run)
 
     def _begin_segment(self):
         """Opens a segment of the ledger for the next steps, where none is open."""
@@ -179,6 +213,8 @@ class Guard:
             if self.optimizer.noise.is_correlated:
                 self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
         object.__setattr__(self, "_run", self.ledger.current.run)
+        if self._to_run is not None:
+            self._enter_plan()
 
     # Runs of correlated noise that outlive the process.
 
@@ -309,3 +345,5 @@ class Guard:
                 "Did something set its step counter?"
             )
         self.ledger.settle(reserved, executed)
+        if self._to_run is not None:
+            object.__setattr__(self, "_to_run", max(self._to_run - executed, 0))

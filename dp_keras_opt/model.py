@@ -90,6 +90,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "physical_batch_size": None,
             "_block": None,
             "_fitting": False,
+            "_to_run": None,
+            "_out_of_budget": False,
             "_stepping": False,
             "_non_finite": None,
             "release_observers": (),
@@ -192,7 +194,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
         bound.apply_defaults()
         call = bound.arguments
         self._assert_compile_called("fit")
-        if replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches):
+        arrays = not (replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches))
+        if not arrays:
             batches = self._checked_batches(call["x"])
             self._sample_as(batches.sampling, batches.arrangement)
             call["x"], call["shuffle"] = batches.dataset, False
@@ -216,10 +219,12 @@ class DPModel(Guard, PrivateStep, keras.Model):
         self._begin_segment()
         object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
         epochs, before = call["epochs"] - call["initial_epoch"], self._iterations()
-        if not self._affordable(self.steps_per_execution):
-            call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
-        object.__setattr__(self, "_fitting", True)
+        history = None
         try:
+            self._plan_steps(max(epochs, 0), self._steps_of_epoch(call, arrays))
+            if not self._affordable(self.steps_per_execution):
+                call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
+            object.__setattr__(self, "_fitting", True)
             with replicas.worker_lost(self.distribute_strategy):
                 history = super().fit(*bound.args, **bound.kwargs)
             if not self._affordable(self.steps_per_execution):
@@ -229,11 +234,22 @@ class DPModel(Guard, PrivateStep, keras.Model):
             return history
         finally:
             object.__setattr__(self, "_fitting", False)
+            self._end_plan(done=history is not None)
             current = self.ledger.current
             if current and current.breaks_off:  # `train_on_batch` may begin another pass
                 self.ledger.close()
             self._report_non_finite()
             self._sync_ledger()
+
+    def _steps_of_epoch(self, call, arrays):
+        """How many steps an epoch of `fit` has at most, infinite where that is not known."""
+        if arrays:
+            return -(-self.sampling.num_examples // call["batch_size"])
+        if call["steps_per_epoch"] is not None:  # whole executions
+            at_once = self.steps_per_execution
+            return -(-call["steps_per_epoch"] // at_once) * at_once
+        steps = data.number_of_batches(call["x"])
+        return math.inf if steps is None else steps
 
     def train_on_batch(
         self,
