@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import clipping, replicas
-from dp_keras_opt.accounting.accountant import check_budget
+from dp_keras_opt.accounting.accountant import check_budget, composable, epsilon_of
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.types import Accountant
@@ -56,7 +56,7 @@ class PrivacyReport(keras.callbacks.Callback):
         self.every = every
         self.accountant = accountant
         self.sampling = sampling
-        self._shown = 0.0
+        self._shown: dict[str, float] = {}
         self._due = self._before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -66,7 +66,7 @@ class PrivacyReport(keras.callbacks.Callback):
                 f"PrivacyReport accounts {self.sampling}, but the data is sampled as "
                 f"{self.model.sampling}. Make them the same."
             )
-        self._shown = self.epsilon
+        self._shown = self._spent()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._due, self._before = 0, self.model.ledger.steps
@@ -77,12 +77,24 @@ class PrivacyReport(keras.callbacks.Callback):
         # Not from `batch`, which is the first or the last of an execution, by Keras's version.
         due = (self.model.ledger.steps - self._before) // self.every
         if due != self._due:  # with steps_per_execution, multiples of `every` may be jumped over
-            self._due, self._shown = due, self.epsilon
-        logs["epsilon"] = self._shown
+            self._due, self._shown = due, self._spent()
+        logs.update(self._shown)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._shown = self.epsilon
-        logs["epsilon"] = self._shown
+        self._shown = self._spent()
+        logs.update(self._shown)
+
+    def _spent(self):
+        """For the logs: `epsilon`; one for each unit and adjacency where they do not compose."""
+        segments = [segment for segment in self.model.ledger.segments if segment.steps]
+        groups = composable(segments)
+        if len(groups) < 2:
+            return {"epsilon": self.epsilon}
+        names = (
+            f"epsilon_{group[0].sampling.unit}_{group[0].sampling.adjacency}" for group in groups
+        )
+        values = (epsilon_of(group, self.delta, self.accountant) for group in groups)
+        return dict(zip(names, values, strict=True))
 
     @property
     def epsilon(self) -> float:
@@ -106,7 +118,7 @@ class PrivacyReport(keras.callbacks.Callback):
         """
         if self.model is None:
             raise ValueError("There is nothing to state yet: pass the report to fit first.")
-        return self.model.ledger.statement(self.delta, self.accountant, group_size)
+        return self.model.statement(self.delta, self.accountant, group_size)
 
 
 class PrivacyBudget(keras.callbacks.Callback):

@@ -430,6 +430,11 @@ class Ledger:
             self._closed.append(self._current)
         self._current, self._pending = None, 0
 
+    def _drop_last(self):
+        """Takes out the last segment, which another entry covers: of a private selection."""
+        self.close()
+        self._closed.pop()
+
     # The file.
 
     def sync(self) -> None:

@@ -40,7 +40,7 @@ def statement(arguments):
     if arguments.file is not None:
         if any(getattr(arguments, name) is not None for name in _OF_A_PLAN):
             raise UsageError("Give FILE or a planned run (--num-examples), and not both.")
-        spent = models.ledger(arguments.file, arguments.modules)
+        spent = models.spent(arguments.file, arguments.modules)
     elif arguments.num_examples is None:
         raise UsageError("Give FILE, or a planned run: --num-examples and so on.")
     else:
@@ -53,9 +53,9 @@ def statement(arguments):
 
 def ledger(arguments):
     """The `Result` of `ledger`."""
-    spent = models.ledger(arguments.file, arguments.modules)
+    spent = models.spent(arguments.file, arguments.modules)
     data, text = _stated(arguments, spent)
-    segments = [_segment(segment) for segment in spent.segments if segment.steps]
+    segments = [_segment(segment) for segment in _ledger(spent).segments if segment.steps]
     rows = [
         [
             str(segment["steps"]),
@@ -74,13 +74,18 @@ def ledger(arguments):
     return Result(data, f"{listed}\n\n{text}" if rows else text)
 
 
+def _ledger(spent):
+    return spent.ledger if isinstance(spent, dp.DPModel) else spent
+
+
 def _stated(arguments, spent):
-    options = arguments.delta, arguments.accountant
+    options, found = (arguments.delta, arguments.accountant), _ledger(spent)
     data = {
-        "epsilon": spent.epsilon(*options),
+        "epsilon": found.epsilon(*options),
+        "epsilon_as_planned": found.epsilon_as_planned(*options),
         "delta": arguments.delta,
         "accountant": arguments.accountant,
-        "steps": spent.steps,
+        "steps": found.steps,
         "statement": spent.statement(*options, arguments.group_size),
     }
     return data, data["statement"].rstrip("\n")
