@@ -1,8 +1,8 @@
 """Whether weights are still those that private steps left: one checksum for each variable.
 
 It is computed where the variable lies: the sum modulo 2⁶⁴ of what SplitMix64 makes of the bits of
-each element at its place. That is one to one, so a change of one element always shows, and leaves no
-pattern by which changes of many would cancel. It is against mistakes, not against malice.
+each element at its place. That is one to one, so a change of one element always shows; and no
+pattern makes changes of many cancel. It is against mistakes, not against malice.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ import tensorflow as tf
 #: What stands for the sum of a variable that was found changed, until weights are loaded anew.
 CHANGED = "changed"
 
-_BLOCK = 2**22  # elements at once, to bound the memory that their 64-bit factors take
+_BLOCK = 2**18  # elements at once: what is computed of them stays in the caches
 _INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 _sums: dict[int, int | str] = {}  # id of a variable -> its sum, or CHANGED
+_last_registration = 0
 
 
 def sums_of(variables):
@@ -84,7 +85,14 @@ def _is_known(variable):
     return _sums.get(id(variable), CHANGED) != CHANGED
 
 
+def last_registration():
+    """A number that changes whenever sums become known."""
+    return _last_registration
+
+
 def _set(variable, value):
+    global _last_registration
+    _last_registration += 1
     if id(variable) not in _sums:
         weakref.finalize(variable, _sums.pop, id(variable), None).atexit = False
     _sums[id(variable)] = value

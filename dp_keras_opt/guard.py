@@ -30,10 +30,11 @@ class Guard:
     """Mixin over `keras.Model`: checks sampling, schedule and budget, and enters each step.
 
     It reads `optimizer`, `budget` and `_fitting`, and keeps `_ledger`, `_run`, `_stepping`,
-    `_sampling`, `_arrangement`, `_resumed`, `_to_run` (how many steps `fit` has still to run; None
-    outside of it), `_out_of_budget`, `_shaped_in` (the run that the weights are known to be shaped
-    by), `_learned` (whether loaded weights brought a ledger) and `_unreadable` (why theirs could
-    not be read); `DPModel` has them.
+    `_sampling`, `_arrangement` and `_resumed`; `_to_run` (how many steps `fit` has still to run;
+    None outside of it) and `_out_of_budget`; `_shaped_in` (the run that the weights are known to be
+    shaped by) and `_others` (the ledgers of shared weights, as of which record); `_learned`
+    (whether loaded weights brought a ledger) and `_unreadable` (why theirs could not be read).
+    `DPModel` has them.
     """
 
     @property
@@ -62,9 +63,13 @@ class Guard:
                 "Weights were loaded into this model whose privacy ledger could not be read, so "
                 "what they cost is not known. Load into a new model."
             ) from self._unreadable
-        for other in provenance.ledgers_of(self.weights):
-            if other is not self._ledger:
-                self._ledger.absorb(other)
+        others = [each for each in provenance.ledgers_of(self.weights) if each is not self._ledger]
+        object.__setattr__(self, "_others", (provenance.last_record(), others))
+        self._absorb_others()
+
+    def _absorb_others(self):
+        for other in self._others[1]:
+            self._ledger.absorb(other)
 
     def _learn(self, text):
         """Takes what the ledger beside saved weights says, once `_saved_ledger` has written it."""
@@ -179,7 +184,10 @@ class Guard:
     def _enter(self, steps, iterator):
         """Checks that these steps may run on this data, and reserves them in the ledger."""
         self._prepare(iterator)
-        self._gather()
+        if self._others[0] == provenance.last_record():  # walking the weights takes a millisecond
+            self._absorb_others()
+        else:
+            self._gather()
         self._begin_segment()
         if self._shaped_in != self._run:
             provenance.record(provenance.moved_by(self), self._ledger)

@@ -94,6 +94,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "_to_run": None,
             "_out_of_budget": False,
             "_shaped_in": None,
+            "_others": (None, ()),
+            "_moving_since": None,
             "_learned": False,
             "_unreadable": None,
             "_stepping": False,
@@ -224,8 +226,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
         epochs, before = call["epochs"] - call["initial_epoch"], self._iterations()
         history = None
-        checksums.are_changed(self.weights)  # remembered: from here on the weights move
-        checksums.forget(self.weights)
+        self._let_weights_move()
         try:
             self._plan_steps(max(epochs, 0), self._steps_of_epoch(call, arrays))
             if not self._affordable(self.steps_per_execution):
@@ -280,9 +281,15 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 "dp_keras_opt.data.assume_sampling for batches of your own."
             )
         object.__setattr__(self, "_block", None)
-        checksums.are_changed(self.weights)
-        checksums.forget(self.weights)
+        self._let_weights_move()
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+
+    def _let_weights_move(self):
+        """Before private steps: notes what others did until now, and expects no values any more."""
+        if self._moving_since != checksums.last_registration():
+            checksums.are_changed(self.weights)
+            checksums.forget(self.weights)
+            object.__setattr__(self, "_moving_since", checksums.last_registration())
 
     def _checked_batches(self, batches):
         """`Batches` as they are, once it is clear which rows come to which replica.

@@ -8,16 +8,24 @@ import copy
 import weakref
 
 _ledgers: dict[int, list] = {}  # id of a variable, which has no hash -> ledgers
+_last_record = 0
 
 
 def record(variables, ledger):
     """Notes that what `ledger` records, now and later, may be in these variables."""
+    global _last_record
+    _last_record += 1
     for variable in variables:
         if id(variable) not in _ledgers:
             _ledgers[id(variable)] = []
             weakref.finalize(variable, _ledgers.pop, id(variable), None).atexit = False
         if not any(known is ledger for known in _ledgers[id(variable)]):
             _ledgers[id(variable)].append(ledger)
+
+
+def last_record():
+    """A number that changes whenever something is recorded."""
+    return _last_record
 
 
 def ledgers_of(variables):

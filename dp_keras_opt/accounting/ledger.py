@@ -356,7 +356,7 @@ class Ledger:
         known, new = {segment.run: segment for segment in self.segments}, {}
         for segment in other.segments:
             own = known.get(segment.run)
-            if own is not None:
+            if own is not None and own is not segment:
                 _check_same(own, segment)
             if segment.steps and (own is None or _progress(own) < _progress(segment)):
                 known[segment.run] = new[segment.run] = segment

@@ -1,6 +1,7 @@
 """What was spent: `ledger`, and `statement`, which also states what a planned run would spend."""
 
 import dp_keras_opt as dp
+from dp_keras_opt.accounting.accountant import composable
 from dp_keras_opt.cli import arguments as args
 from dp_keras_opt.cli import models, plan
 from dp_keras_opt.cli.results import Result, UsageError, table
@@ -80,9 +81,10 @@ def _ledger(spent):
 
 def _stated(arguments, spent):
     options, found = (arguments.delta, arguments.accountant), _ledger(spent)
-    data = {
-        "epsilon": found.epsilon(*options),
-        "epsilon_as_planned": found.epsilon_as_planned(*options),
+    one = len(composable([segment for segment in found.segments if segment.steps])) < 2
+    data = {  # of steps that do not compose, the statement has a guarantee each
+        "epsilon": found.epsilon(*options) if one else None,
+        "epsilon_as_planned": found.epsilon_as_planned(*options) if one else None,
         "delta": arguments.delta,
         "accountant": arguments.accountant,
         "steps": found.steps,
