@@ -479,8 +479,9 @@ def _segments(runs):
 
 
 def _progress(segment):
-    """Of two records of a run, the later one has more."""
-    return segment.steps, segment.plan
+    """Of two records of a run the later one has more steps, or knows that the plan is done."""
+    done = segment.planned is not None and segment.planned <= segment.steps
+    return segment.steps, done, segment.plan
 
 
 def _check_same(segment, other):

@@ -129,11 +129,37 @@ def test_merging_takes_the_later_record_of_a_run(gaussians):
     for one, other in ((ledger, checkpoint), (checkpoint, ledger)):
         one.merge(other)
         assert one.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(50))
-    twin = Ledger.from_json(ledger.to_json())
-    content = json.loads(twin.to_json())
+
+
+def test_of_records_with_as_many_steps_the_one_that_knows_the_end_counts(gaussians):
+    ledger = _fit(Ledger(), gaussians(1.0), planned=math.inf, ran=50)
+    checkpoint = Ledger.from_json(ledger.to_json())
+    ledger.fulfil(ledger.current.run)
+    for one, other in ((ledger, checkpoint), (checkpoint, ledger)):
+        one.absorb(other)
+        assert one.segments[0].planned == 50
+    ledger = _fit(Ledger(), gaussians(1.0), planned=100, ran=50)
+    content = json.loads(ledger.to_json())
     content["segments"][0]["planned"] = 300
-    twin.merge(Ledger.from_json(json.dumps(content)))  # as many steps: the larger plan
-    assert twin.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(300))
+    ledger.merge(Ledger.from_json(json.dumps(content)))  # neither does: the larger plan
+    assert ledger.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(300))
+
+
+def test_absorbing_goes_on_with_the_current_segment(gaussians, make_ledger):
+    ledger, other = make_ledger(POISSON, 50), make_ledger(POISSON, 20)
+    run = ledger.current.run
+    ledger.absorb(other)
+    ledger.absorb(Ledger.from_json(ledger.to_json()))
+    ledger.reserve(5)
+    assert ledger.steps == 75 and ledger.current.run == run
+    longer = Ledger.from_json(ledger.to_json().replace('"steps": 55', '"steps": 60'))
+    ledger.absorb(longer)  # somebody went on with it
+    assert ledger.steps == 80 and ledger.current is None
+
+
+def test_a_plan_needs_a_segment():
+    with pytest.raises(ValueError, match="call begin"):
+        Ledger().plan(5)
 
 
 def test_a_plan_of_unknown_length(gaussians):
