@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import clipping, replicas
-from dp_keras_opt.accounting.accountant import check_budget
+from dp_keras_opt.accounting.accountant import check_budget, composable, epsilon_of
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.types import Accountant
@@ -34,7 +34,8 @@ class PrivacyReport(keras.callbacks.Callback):
         sampling: the `Sampling` that is to be accounted, if it shall be checked against the data's.
 
     Guarantee: `epsilon` covers all private steps in the model's ledger, those of earlier `fit`
-    calls and of a loaded model included. The other figures in the logs (loss, metrics) are computed
+    calls and of a loaded model included, as if their number had been fixed beforehand (see
+    `epsilon`). The other figures in the logs (loss, metrics) are computed
     from raw data and are not private.
     """
 
@@ -55,8 +56,7 @@ class PrivacyReport(keras.callbacks.Callback):
         self.every = every
         self.accountant = accountant
         self.sampling = sampling
-        self._ledger = None
-        self._shown = 0.0
+        self._shown: dict[str, float] = {}
         self._due = self._before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -66,39 +66,59 @@ class PrivacyReport(keras.callbacks.Callback):
                 f"PrivacyReport accounts {self.sampling}, but the data is sampled as "
                 f"{self.model.sampling}. Make them the same."
             )
-        self._ledger = self.model.ledger
-        self._shown = self.epsilon
+        self._shown = self._spent()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._due, self._before = 0, self._ledger.steps
+        self._due, self._before = 0, self.model.ledger.steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.every is None:
             return
         # Not from `batch`, which is the first or the last of an execution, by Keras's version.
-        due = (self._ledger.steps - self._before) // self.every
+        due = (self.model.ledger.steps - self._before) // self.every
         if due != self._due:  # with steps_per_execution, multiples of `every` may be jumped over
-            self._due, self._shown = due, self.epsilon
-        logs["epsilon"] = self._shown
+            self._due, self._shown = due, self._spent()
+        logs.update(self._shown)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._shown = self.epsilon
-        logs["epsilon"] = self._shown
+        self._shown = self._spent()
+        logs.update(self._shown)
+
+    def _spent(self):
+        """For the logs: `epsilon`; one for each unit and adjacency where they do not compose."""
+        segments = [segment for segment in self.model.ledger.segments if segment.steps]
+        groups = composable(segments)
+        if len(groups) < 2:
+            return {"epsilon": self.epsilon}
+        names = (
+            f"epsilon_{group[0].sampling.unit}_{group[0].sampling.adjacency}" for group in groups
+        )
+        values = (epsilon_of(group, self.delta, self.accountant) for group in groups)
+        return dict(zip(names, values, strict=True))
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far, at `delta`; 0.0 before the first step."""
-        return 0.0 if self._ledger is None else self._ledger.epsilon(self.delta, self.accountant)
+        """ε of all steps in the model's ledger as it is now, at `delta`; 0.0 before the first.
+
+        It takes the number of steps that ran as fixed. After a stop that may have looked at
+        results, as early stopping does, the guarantee is that of the plan: `statement` has it, and
+        `model.ledger.epsilon_as_planned(delta)`.
+        """
+        if self.model is None:
+            return 0.0
+        return self.model.ledger.epsilon(self.delta, self.accountant)
 
     def statement(self, group_size: int = 1) -> str:
-        """The guarantee in words; see `accounting.statement`.
+        """The guarantee of the model as it is now, in words; see `accounting.statement`.
+
+        A report that served several models speaks of the last one.
 
         Raises:
             ValueError: no training has begun.
         """
-        if self._ledger is None:
+        if self.model is None:
             raise ValueError("There is nothing to state yet: pass the report to fit first.")
-        return self._ledger.statement(self.delta, self.accountant, group_size)
+        return self.model.statement(self.delta, self.accountant, group_size)
 
 
 class PrivacyBudget(keras.callbacks.Callback):
@@ -107,7 +127,8 @@ class PrivacyBudget(keras.callbacks.Callback):
     `fit` warns if that is before its last step. The budget stays on the model: a later `fit` trains
     no further step beyond it, and `train_on_batch` raises `PrivacyBudgetError`. A new
     `PrivacyBudget` replaces it. It is not saved with the model, whose ledger is: pass a budget
-    again after loading.
+    again after loading. It counts the steps that ran; where something else than the budget stops
+    a `fit` early, the statement guarantees what the budget would have afforded.
 
     Args:
         epsilon: ε ≥ 0, the most that may be spent over all of the model's training.
@@ -124,7 +145,7 @@ class PrivacyBudget(keras.callbacks.Callback):
         self.epsilon = epsilon
         self.delta = delta
         self.accountant = accountant
-        self._limit = (None, 0)
+        self._limit: tuple[Any, int] = (None, 0)
 
     def on_train_begin(self, logs: Any = None) -> None:
         _check_model(self)
@@ -132,11 +153,18 @@ class PrivacyBudget(keras.callbacks.Callback):
 
     def affords(self, ledger: Ledger, steps: int) -> bool:
         """Whether this many further steps of the ledger's current segment keep the budget."""
-        run = ledger.current.run
-        if self._limit[0] != run:
+        return ledger.current.steps + steps <= self.limit(ledger)
+
+    def limit(self, ledger: Ledger) -> int:
+        """How many steps the ledger's current segment may have in all."""
+        *past, current = ledger.segments
+        # What else was spent, by whomever: another model may have the same ledger.
+        spent = tuple((segment.run, segment.steps) for segment in past)
+        key = current.run, spent, self.epsilon, self.delta, self.accountant
+        if self._limit[0] != key:
             more = ledger.affordable_steps(self.epsilon, self.delta, self.accountant)
-            self._limit = (run, ledger.current.steps + more)
-        return ledger.current.steps + steps <= self._limit[1]
+            self._limit = (key, current.steps + more)
+        return self._limit[1]
 
     def __str__(self):
         return f"ε = {self.epsilon:g} at δ = {self.delta:g}"

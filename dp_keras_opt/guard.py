@@ -1,15 +1,25 @@
 """The guard around the train function: no step without its entry in the ledger."""
 
+import contextlib
+import json
+import math
 import secrets
 import warnings
 
 import tensorflow as tf
 
-from dp_keras_opt import replicas
+from dp_keras_opt import checksums, provenance, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.sampling import check_sampling
+from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.noise import entropy, resume
-from dp_keras_opt.types import Path
+from dp_keras_opt.types import Accountant, Path
+
+_CHANGED = (
+    "The weights were changed since by something that is not a private step (set_weights, an "
+    "assignment, training without privacy, weights loaded without their ledger). What that took "
+    "from the data is not covered."
+)
 
 
 class PrivacyBudgetError(RuntimeError):
@@ -20,7 +30,11 @@ class Guard:
     """Mixin over `keras.Model`: checks sampling, schedule and budget, and enters each step.
 
     It reads `optimizer`, `budget` and `_fitting`, and keeps `_ledger`, `_run`, `_stepping`,
-    `_sampling`, `_arrangement`, `_resumed` and `_process`; `DPModel` has them.
+    `_sampling`, `_arrangement`, `_resumed` and `_process`; `_to_run` (how many steps `fit` has still
+    to run; None outside of it) and `_out_of_budget`; `_shaped_in` (the run that the weights are
+    known to be shaped by) and `_others` (the ledgers of shared weights, as of which record);
+    `_learned` (whether loaded weights brought a ledger) and `_unreadable` (why theirs could not be
+    read). `DPModel` has them.
     """
 
     @property
@@ -30,6 +44,7 @@ class Guard:
         Assign `Ledger("spent.jsonl")` to keep it in a file, or one ledger to several models that
         are trained on the same data; what the model has spent before is added to it.
         """
+        self._gather()
         return self._ledger
 
     @ledger.setter
@@ -38,18 +53,65 @@ class Guard:
             raise ValueError(
                 f"ledger must be a dp_keras_opt.accounting.Ledger, received {ledger!r}."
             )
-        ledger.merge(self._ledger)
+        ledger.merge(self.ledger)
         object.__setattr__(self, "_ledger", ledger)
-        self._ledger_state.ledger = ledger
+
+    def _gather(self):
+        """Adds to the ledger what other models have spent on the weights that this one shares."""
+        if self._unreadable is not None:
+            raise ValueError(
+                "Weights were loaded into this model whose privacy ledger could not be read, so "
+                "what they cost is not known. Load into a new model."
+            ) from self._unreadable
+        others = [each for each in provenance.ledgers_of(self.weights) if each is not self._ledger]
+        object.__setattr__(self, "_others", (provenance.last_record(), others))
+        self._absorb_others()
+
+    def _absorb_others(self):
+        for other in self._others[1]:
+            self._ledger.absorb(other)
+
+    def _learn(self, text):
+        """Takes what the ledger beside saved weights says, once `_saved_ledger` has written it."""
+        try:
+            self._ledger.merge(Ledger.from_json(text))
+        except ValueError as error:  # which Keras swallows with skip_mismatch=True
+            object.__setattr__(self, "_unreadable", error)
+            raise
+        provenance.record(self.weights, self._ledger)
+        checksums.from_config(self.weights, json.loads(text).get("weights", ()))
+        object.__setattr__(self, "_learned", True)
+
+    def _saved_ledger(self):
+        """The ledger as text, with the checksums of the weights that it speaks of."""
+        ledger = json.loads(self.ledger.to_json())
+        return json.dumps(ledger | {"weights": checksums.to_config(self.weights)}, indent=1)
+
+    def statement(self, delta: float, accountant: Accountant = "rdp", group_size: int = 1) -> str:
+        """The guarantee of the weights in words; see `accounting.statement`.
+
+        It covers what every private model has spent on these weights, and says so where they were
+        changed since by something else, as far as that is known (`fit` notes what it leaves).
+
+        Raises:
+            ValueError: as `accounting.statement`.
+        """
+        notes = [_CHANGED] if checksums.are_changed(self.weights) else []
+        return statement(self.ledger, delta, accountant, group_size, notes)
 
     def _sync_ledger(self):
-        try:
+        with self._warning_of_disk():
             self.ledger.sync()
+
+    @contextlib.contextmanager
+    def _warning_of_disk(self):
+        try:
+            yield
         except OSError as error:
             warnings.warn(
                 f"{self.ledger.path} could not be brought up to date ({error}): it counts more "
                 "steps than ran, which is safe.",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     # How batches are sampled.
@@ -114,7 +176,7 @@ class Guard:
                 object.__setattr__(self, "_stepping", False)
             self._settle(steps, before)  # the data may have ended in between
             if self._fitting and not self._affordable(steps):
-                self.stop_training = True
+                self._stop_for_budget()
             return logs
 
         self.train_function = train_function
@@ -122,12 +184,19 @@ class Guard:
     def _enter(self, steps, iterator):
         """Checks that these steps may run on this data, and reserves them in the ledger."""
         if self._process != entropy.process():  # the process that it forked from has the run
-            self.ledger.close()
+            self._ledger.close()
             object.__setattr__(self, "_process", entropy.process())
         self.optimizer.noise_source.renew_after_fork()
         self._prepare(iterator)
+        if self._others[0] == provenance.last_record():  # walking the weights takes a millisecond
+            self._absorb_others()
+        else:
+            self._gather()
         self._begin_segment()
-        segment = self.ledger.current
+        if self._shaped_in != self._run:
+            provenance.record(provenance.moved_by(self), self._ledger)
+            object.__setattr__(self, "_shaped_in", self._run)
+        segment = self._ledger.current
         if segment.schedule.length is not None and segment.last_step != self._iterations():
             raise ValueError(
                 f"The optimizer's step counter was set to {self._iterations()}, but the noise "
@@ -139,13 +208,39 @@ class Guard:
                 raise PrivacyBudgetError(
                     f"{steps} more training steps would exceed the privacy budget {self.budget}."
                 )
-            self.stop_training = True
+            self._stop_for_budget()
             raise StopIteration
-        self.ledger.reserve(steps)
+        self._ledger.reserve(steps)
+
+    def _stop_for_budget(self):
+        self.stop_training = True
+        object.__setattr__(self, "_out_of_budget", True)
+
+    # What `fit` planned: how many steps it runs, unless results stop it.
+
+    def _plan_steps(self, epochs, steps):
+        """Begins the plan of a `fit`: so many epochs, or as much of them as the budget affords."""
+        object.__setattr__(self, "_to_run", epochs * steps if epochs else 0)
+        object.__setattr__(self, "_out_of_budget", False)
+        self._enter_plan()
+
+    def _enter_plan(self):
+        """Tells the ledger what is planned of its current segment."""
+        steps, current = self._to_run, self.ledger.current
+        if self.budget is not None and not math.isinf(self.budget.epsilon):
+            steps = min(steps, max(self.budget.limit(self.ledger) - current.steps, 0))
+        self.ledger.plan(steps)
+
+    def _end_plan(self, done):
+        """Ends the plan: it is what ran, unless the `fit` may have been stopped by results."""
+        object.__setattr__(self, "_to_run", None)
+        if done and (self._out_of_budget or not self.stop_training):
+            with self._warning_of_disk():
+                self.ledger.fulfil(self._run)
 
     def _begin_segment(self):
         """Opens a segment of the ledger for the next steps, where none is open."""
-        current, optimizer = self.ledger.current, self.optimizer
+        current, optimizer = self._ledger.current, self.optimizer
         if (
             current is not None
             and current.run == self._run
@@ -183,6 +278,8 @@ class Guard:
             if self.optimizer.noise.is_correlated:
                 self.optimizer.noise_source.restart()  # a segment of the ledger is a run of its own
         object.__setattr__(self, "_run", self.ledger.current.run)
+        if self._to_run is not None:
+            self._enter_plan()
 
     # Runs of correlated noise that outlive the process.
 
@@ -296,9 +393,9 @@ class Guard:
             )
 
     def _affordable(self, steps):
-        if self.budget is None or self.ledger.current is None:  # the next step begins a segment
+        if self.budget is None or self._ledger.current is None:  # the next step begins a segment
             return True
-        return self.budget.affords(self.ledger, steps)
+        return self.budget.affords(self._ledger, steps)
 
     def _settle(self, reserved, before):
         """Gives back the reserved steps that did not run, as the optimizer's counter proves.
@@ -312,4 +409,6 @@ class Guard:
                 f"{reserved} training steps were accounted, but the optimizer counts {executed}. "
                 "Did something set its step counter?"
             )
-        self.ledger.settle(reserved, executed)
+        self._ledger.settle(reserved, executed)
+        if self._to_run is not None:
+            object.__setattr__(self, "_to_run", max(self._to_run - executed, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -16,7 +17,7 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 
-from dp_keras_opt import clipping, data, files, replicas
+from dp_keras_opt import checksums, clipping, data, files, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import Batches
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 class _LedgerState(tf.train.experimental.PythonState):
     """Takes the ledger into `tf.train.Checkpoint`s: a restored model has spent what it had."""
 
-    def __init__(self, ledger):
-        self.ledger = ledger
+    def __init__(self, model):
+        self.model = model
 
     def serialize(self):
-        return self.ledger.to_json()
+        return self.model._saved_ledger()
 
     def deserialize(self, string_value):
-        self.ledger.merge(Ledger.from_json(string_value))
+        self.model._learn(string_value)
 
 
 class DPModel(Guard, PrivateStep, keras.Model):
@@ -92,12 +93,19 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "physical_batch_size": None,
             "_block": None,
             "_fitting": False,
+            "_to_run": None,
+            "_out_of_budget": False,
+            "_shaped_in": None,
+            "_others": (None, ()),
+            "_moving_since": None,
+            "_learned": False,
+            "_unreadable": None,
             "_stepping": False,
             "_non_finite": None,
             "release_observers": (),
         }.items():
             object.__setattr__(self, name, value)
-        self._ledger_state = _LedgerState(self._ledger)  # tracked, for tf.train.Checkpoint
+        self._ledger_state = _LedgerState(self)  # tracked, for tf.train.Checkpoint
 
     # Compiling.
 
@@ -194,7 +202,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
         bound.apply_defaults()
         call = bound.arguments
         self._assert_compile_called("fit")
-        if replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches):
+        arrays = not (replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches))
+        if not arrays:
             batches = self._checked_batches(call["x"])
             data.check_rows(batches)
             self._sample_as(batches.sampling, batches.arrangement)
@@ -219,10 +228,13 @@ class DPModel(Guard, PrivateStep, keras.Model):
         self._begin_segment()
         object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
         epochs, before = call["epochs"] - call["initial_epoch"], self._iterations()
-        if not self._affordable(self.steps_per_execution):
-            call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
-        object.__setattr__(self, "_fitting", True)
+        history = None
+        self._let_weights_move()
         try:
+            self._plan_steps(max(epochs, 0), self._steps_of_epoch(call, arrays))
+            if not self._affordable(self.steps_per_execution):
+                call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
+            object.__setattr__(self, "_fitting", True)
             with replicas.worker_lost(self.distribute_strategy):
                 history = super().fit(*bound.args, **bound.kwargs)
             if not self._affordable(self.steps_per_execution):
@@ -232,11 +244,24 @@ class DPModel(Guard, PrivateStep, keras.Model):
             return history
         finally:
             object.__setattr__(self, "_fitting", False)
+            self._end_plan(done=history is not None)
+            if self.ledger.steps:
+                checksums.register(self.weights)
             current = self.ledger.current
             if current and current.breaks_off:  # `train_on_batch` may begin another pass
                 self.ledger.close()
             self._report_non_finite()
             self._sync_ledger()
+
+    def _steps_of_epoch(self, call, arrays):
+        """How many steps an epoch of `fit` has at most, infinite where that is not known."""
+        if arrays:
+            return -(-self.sampling.num_examples // call["batch_size"])
+        if call["steps_per_epoch"] is not None:  # whole executions
+            at_once = self.steps_per_execution
+            return -(-call["steps_per_epoch"] // at_once) * at_once
+        steps = data.number_of_batches(call["x"])
+        return math.inf if steps is None else steps
 
     def train_on_batch(
         self,
@@ -259,7 +284,15 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 "dp_keras_opt.data.assume_sampling for batches of your own."
             )
         object.__setattr__(self, "_block", None)
+        self._let_weights_move()
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+
+    def _let_weights_move(self):
+        """Before private steps: notes what others did until now, and expects no values any more."""
+        if self._moving_since != checksums.last_registration():
+            checksums.are_changed(self.weights)
+            checksums.forget(self.weights)
+            object.__setattr__(self, "_moving_since", checksums.last_registration())
 
     def _checked_batches(self, batches):
         """`Batches` as they are, once it is clear which rows come to which replica.
@@ -290,6 +323,22 @@ class DPModel(Guard, PrivateStep, keras.Model):
             return super()._maybe_symbolic_build(iterator, data_batch)
         with strategy.scope():
             self._symbolic_build(data_batch=replicas.element_spec(iterator._distributed_dataset))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `keras.Model.evaluate`."""
+        with self._swapping(kwargs.get("callbacks")):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `keras.Model.predict`."""
+        with self._swapping(kwargs.get("callbacks")):
+            return super().predict(*args, **kwargs)
+
+    def _swapping(self, callbacks):
+        """Around what may swap other weights in and back, with a rounding, as `SwapEMAWeights`."""
+        if callbacks is None or self._fitting:
+            return contextlib.nullcontext()
+        return checksums.taken_back(self.weights)
 
     def make_test_function(self, force: bool = False) -> None:
         if not replicas.is_used(self.distribute_strategy):
@@ -338,15 +387,40 @@ class DPModel(Guard, PrivateStep, keras.Model):
 
     def save_own_variables(self, store: Any) -> None:
         super().save_own_variables(store)
+        self._store_ledger(store)
+
+    def _store_ledger(self, store):
         if self.ledger.steps:
-            store["privacy_ledger"] = np.frombuffer(self.ledger.to_json().encode(), np.uint8)
+            store["privacy_ledger"] = np.frombuffer(self._saved_ledger().encode(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
+        super().load_own_variables(self._without_ledger(store))
+
+    def _without_ledger(self, store):
+        """The arrays of a store, once the ledger among them has been taken."""
         own = {key: np.array(store[key]) for key in list(store.keys())}
         spent = own.pop("privacy_ledger", None)
         if spent is not None:
-            self.ledger.merge(Ledger.from_json(spent.astype(np.uint8).tobytes().decode()))
-        super().load_own_variables(own)
+            self._learn(spent.astype(np.uint8).tobytes().decode())
+        return own
+
+    def load_weights(self, filepath: Path, skip_mismatch: bool = False, **kwargs: Any) -> None:
+        """Loads weights, and what they have spent; as `keras.Model.load_weights`.
+
+        An optimizer that is not built yet starts afresh, with a warning. `skip_mismatch` skips
+        layers, and never the ledger.
+
+        Raises:
+            ValueError: the ledger beside the weights cannot be read or merged; or the state of the
+                optimizer does not fit the one that is built.
+        """
+        object.__setattr__(self, "_learned", False)
+        super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+        if skip_mismatch:
+            self._gather()  # raises where the ledger was skipped
+            if self._learned:  # not all of what was saved may have been loaded
+                checksums.forget(self.weights)
+                checksums.register(self.weights)
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -369,6 +443,7 @@ class PrivateWrapper(DPModel):
     def __init__(self, model, **kwargs):
         super().__init__(**kwargs)
         self.model = model
+        _tie(model, self)
 
     def call(self, inputs, training=None):
         return self.model(inputs, training=training)
@@ -407,9 +482,43 @@ def make_private(model: keras.Model) -> DPModel:
             )
     # One private counterpart a model: they share the weights, so they must share the ledger.
     if "_private_counterpart" not in vars(model):
-        private = _counterpart(model)  # in a function, since Keras's saving walks all attributes
-        object.__setattr__(model, "_private_counterpart", lambda: private)
+        _tie(model, _counterpart(model))
     return vars(model)["_private_counterpart"]()
+
+
+def _tie(model, private):
+    """Has a model know its private counterpart, and saved as it once that was trained.
+
+    Saved as it is, it would lose the ledger. Weights alone are saved with the ledger beside them,
+    which only a private model loads.
+    """
+    kind = type(model)
+
+    def save(filepath, *args, **kwargs):
+        if private.ledger.steps:
+            private.save(filepath, *args, **kwargs)
+        else:
+            kind.save(model, filepath, *args, **kwargs)
+
+    def reduce():  # of `copy` and `pickle`
+        return private.__reduce__() if private.ledger.steps else kind.__reduce__(model)
+
+    def save_own_variables(store):
+        kind.save_own_variables(model, store)
+        if getattr(store, "_h5_entry_path", None) == "":  # not as a part of another model
+            private._store_ledger(store)
+
+    def load_own_variables(store):
+        kind.load_own_variables(model, private._without_ledger(store))
+
+    for name, value in {
+        "_private_counterpart": lambda: private,  # a function: Keras saves what attributes hold
+        "save": save,
+        "__reduce__": reduce,
+        "save_own_variables": save_own_variables,
+        "load_own_variables": load_own_variables,
+    }.items():
+        object.__setattr__(model, name, value)
 
 
 def _counterpart(model):

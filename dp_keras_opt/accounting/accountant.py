@@ -208,6 +208,19 @@ def _relation(sampling):
     return relations.ADD_OR_REMOVE_ONE
 
 
+def composable(segments):
+    """The segments in groups that each compose to one guarantee, in the order in which they began.
+
+    Returns:
+        A list of lists of segments of one privacy unit and one adjacency.
+    """
+    groups = {}
+    for segment in segments:
+        key = segment.sampling.unit, segment.sampling.adjacency
+        groups.setdefault(key, []).append(segment)
+    return list(groups.values())
+
+
 def _check_composable(segments):
     for name, why in (
         ("adjacency", "they speak of different neighbouring data sets"),
@@ -217,5 +230,6 @@ def _check_composable(segments):
         if len(found) > 1:
             raise ValueError(
                 f"Steps with {name} {' and '.join(map(repr, found))} do not compose to one "
-                f"guarantee: {why}. Train all of them with the same {name}."
+                f"guarantee: {why}. Train all of them with the same {name}, or read the "
+                "statement, which lists them apart."
             )

@@ -3,9 +3,11 @@
     {"run": "9f…", "begins": {…}, "time": …}     a run: its releases, noise, sampling
     {"run": "9f…", "reserved": 101, "time": …}   so many of its steps may run from here on
     {"run": "9f…", "ran": 64, "time": …}         so many of them did
+    {…, "planned": 500, "time": …}               so many of them were to run
 
-What a run has spent is what its last record says. So whatever is lost between two records, by a
-crash or a full disk, can only over-count. The times are for the reader; nothing depends on them.
+What a run has spent, and planned, is what its last record says. So whatever is lost between two
+records, by a crash or a full disk, can only over-count. The times are for the reader; nothing
+depends on them.
 """
 
 import datetime
@@ -100,7 +102,8 @@ def read(path):
     """What a ledger file says, without locking it.
 
     Returns:
-        ({run: (what `begins` says, its steps)}, size of the file without a torn last line, bytes).
+        ({run: (what `begins` says, its steps, what was planned)}, size of the file without a torn
+        last line, bytes).
 
     Raises:
         ValueError: a line other than a torn last one is no record.
@@ -116,7 +119,8 @@ def read(path):
             record = json.loads(line)
             run = record["run"]
             begins = record["begins"] if "begins" in record else runs[run][0]
-            runs[run] = begins, int(record["ran" if "ran" in record else "reserved"])
+            steps = int(record["ran" if "ran" in record else "reserved"])
+            runs[run] = begins, steps, record.get("planned")
             runs.pop(record.get("continues"), None)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(

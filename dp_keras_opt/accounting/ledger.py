@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
+from dp_keras_opt.accounting.plans import scenarios
 from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.accounting.statement import statement
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _MOST_STEPS = 2**40
+_CHANGING = ("run", "steps", "planned")  # of a segment, what each record of a file says
 
 
 class Ledger:
@@ -66,10 +68,11 @@ class Ledger:
         self._current: Any = None
         self._pending = 0  # steps reserved and not yet settled
         self._journal = None if path is None else Journal(path)
-        self._on_file = {}  # run -> its steps, as the file says
+        self._on_file = {}  # run -> (its steps, what is planned), as the file says
+        self._earlier = {}  # run -> what was planned of it before the last plan
         if self._journal:
             self._closed = _segments(self._journal.runs)
-            self._on_file = {segment.run: segment.steps for segment in self._closed}
+            self._on_file = {s.run: (s.steps, s.planned) for s in self._closed}
 
     @classmethod
     def of_segments(cls, segments: Sequence[Segment]) -> Ledger:
@@ -163,6 +166,7 @@ class Ledger:
             clip_norm=clip_norm,
             first_step=first_step,
             selection=selection,
+            after=tuple(sorted(s.state for s in self.segments if s.plan > s.steps > 0)),
         )
         step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
         self.close()
@@ -197,6 +201,37 @@ class Ledger:
         self._record(resumed, continues=run)
         self._closed.remove(found)
         self._current = resumed
+
+    def plan(self, steps: float) -> None:
+        """Says how many further steps of the current segment are planned, before they run.
+
+        The plan stays, and is what `statement` guarantees, unless `fulfil` says that nothing but
+        the data and the ledger ended the training.
+
+        Args:
+            steps: a number >= 0; `math.inf` where it is not known. No more count than the noise
+                schedule has left.
+
+        Raises:
+            ValueError: no segment has begun.
+        """
+        if steps != math.inf:
+            steps = whole_number(steps, "steps", 0, "Give the number of steps to come.")
+        self._need_current()
+        current = self._current
+        self._earlier[current.run] = current.planned
+        planned = current.steps + min(steps, self._steps_left())
+        self._replace(current, planned=max(current.planned or 0, planned))
+
+    def fulfil(self, run: str) -> None:
+        """Says that a run did what was planned last, or as much as there were data or budget for.
+
+        Results had no part in how many steps ran, so these are the whole of the plan.
+        """
+        for segment in self.segments:
+            if segment.run == run:
+                planned = max(self._earlier.get(run) or 0, segment.steps)
+                self._replace(segment, planned=planned)
 
     def reserve(self, steps: int) -> None:
         """Counts `steps` steps that are about to run.
@@ -254,6 +289,15 @@ class Ledger:
         """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
         return accountants.epsilon_of(self.segments, delta, accountant, exact)
 
+    def epsilon_as_planned(self, delta: float, accountant: Accountant = "rdp") -> float:
+        """Epsilon of what was planned, at least that of the steps that ran.
+
+        It is the guarantee where a stop may have looked at results, as early stopping does. Where
+        how many steps were planned is not known, those that ran count.
+        """
+        segments = [segment for segment in self.segments if segment.steps]
+        return max(accountants.epsilon_of(each, delta, accountant) for each in scenarios(segments))
+
     def epsilon_bracket(self, delta: float, accountant: Accountant = "rdp") -> tuple[float, float]:
         """(lower, upper): `epsilon` is the upper one; with `exact=True` it would lie between.
 
@@ -298,21 +342,29 @@ class Ledger:
         Raises:
             ValueError: `other` is not a ledger, or gives one run different contents.
         """
+        self.absorb(other)
+        self.close()
+
+    def absorb(self, other: Ledger) -> None:
+        """Does as `merge`, but goes on with the current segment, unless `other` knows more of it.
+
+        Raises:
+            ValueError: as `merge`.
+        """
         if not isinstance(other, Ledger):
             raise ValueError(f"other must be a Ledger; received {other!r}.")
-        runs = {}
-        for segment in (*self.segments, *other.segments):
-            known = runs.setdefault(segment.run, segment)
-            same = dataclasses.replace(segment, steps=known.steps)
-            if same.to_config() != known.to_config():
-                raise ValueError(
-                    f"Run {segment.run} is recorded with different noise or sampling in the two "
-                    "ledgers: one of them was altered."
-                )
-            runs[segment.run] = max(known, segment, key=lambda each: each.steps)
-        self.close()
-        self._closed = [segment for segment in runs.values() if segment.steps]
-        for segment in self._closed:
+        known, new = {segment.run: segment for segment in self.segments}, {}
+        for segment in other.segments:
+            own = known.get(segment.run)
+            if own is not None and own is not segment:
+                _check_same(own, segment)
+            if segment.steps and (own is None or _progress(own) < _progress(segment)):
+                known[segment.run] = new[segment.run] = segment
+        if self._current and self._current.run in new:
+            self.close()
+        kept = {segment.run: segment for segment in self._closed}
+        self._closed = list((kept | new).values())
+        for segment in new.values():
             self._record(segment)
 
     def __getstate__(self):
@@ -362,12 +414,26 @@ class Ledger:
     def _add(self, steps):
         self._current = dataclasses.replace(self._current, steps=self._current.steps + steps)
 
+    def _replace(self, segment, **changes):
+        changed = dataclasses.replace(segment, **changes)
+        if segment is self._current:
+            self._current = changed
+        else:
+            self._closed[self._closed.index(segment)] = changed
+        if segment.run in self._on_file:
+            self._record(changed)
+
     def close(self) -> None:
         """Ends the current segment: the next steps need a `begin`."""
         self.sync()
         if self._current and self._current.steps:
             self._closed.append(self._current)
         self._current, self._pending = None, 0
+
+    def _drop_last(self):
+        """Takes out the last segment, which another entry covers: of a private selection."""
+        self.close()
+        self._closed.pop()
 
     # The file.
 
@@ -386,24 +452,43 @@ class Ledger:
     def _write_ahead(self, steps, left):
         """Has the file know of the next steps, and of some more, so that not each is a write."""
         run, needed = self._current.run, self._current.steps + steps
-        if self._journal and self._on_file.get(run, -1) < needed:
+        if self._journal and self._on_file.get(run, (-1, None))[0] < needed:
             ahead = min(needed // 100, left - steps)
             self._record(dataclasses.replace(self._current, steps=needed + ahead), "reserved")
 
     def _record(self, segment, how="ran", **more):
-        if not self._journal or self._on_file.get(segment.run) == segment.steps:
+        state = segment.steps, segment.planned
+        if not self._journal or self._on_file.get(segment.run) == state:
             return
+        config = segment.to_config()
         if segment.run not in self._on_file:
-            config = segment.to_config()
-            more["begins"] = {k: v for k, v in config.items() if k not in ("run", "steps")}
+            more["begins"] = {k: v for k, v in config.items() if k not in _CHANGING}
+        if segment.planned is not None:
+            more["planned"] = config["planned"]
         self._journal.append(segment.run, **more, **{how: segment.steps})
-        self._on_file[segment.run] = segment.steps
+        self._on_file[segment.run] = state
 
 
 def _segments(runs):
     """The closed segments that `journal.read` found."""
     segments = [
-        Segment.from_config({"run": run, "steps": steps, **begins})
-        for run, (begins, steps) in runs.items()
+        Segment.from_config({**begins, "run": run, "steps": steps, "planned": planned})
+        for run, (begins, steps, planned) in runs.items()
     ]
     return [segment for segment in segments if segment.steps]
+
+
+def _progress(segment):
+    """Of two records of a run the later one has more steps, or knows that the plan is done."""
+    done = segment.planned is not None and segment.planned <= segment.steps
+    return segment.steps, done, segment.plan
+
+
+def _check_same(segment, other):
+    """Refuses two records of one run that differ in more than how far it came."""
+    other = dataclasses.replace(other, steps=segment.steps, planned=segment.planned)
+    if other.to_config() != segment.to_config():
+        raise ValueError(
+            f"Run {segment.run} is recorded with different noise or sampling in the two ledgers: "
+            "one of them was altered."
+        )

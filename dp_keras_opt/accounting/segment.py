@@ -1,6 +1,7 @@
 """What one run released: consecutive steps alike, and the event that prices them."""
 
 import dataclasses
+import math
 
 import keras
 import numpy as np
@@ -11,6 +12,9 @@ from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
+
+#: How a plan of unknown length is written, since JSON has no infinity.
+_UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,9 @@ class Segment:
         first_step: place of the segment's first step in the schedule.
         steps: number of steps.
         selection: None, or the `RandomRepetitions` of runs like this one of which it was the best.
+        planned: number of steps that it was to have, infinite where that was not known in advance;
+            None where there was no plan. It stays where results may have stopped the training.
+        after: the `state` of each run that was over, short of its plan, when this one began.
     """
 
     run: str
@@ -36,6 +43,8 @@ class Segment:
     first_step: int = 0
     steps: int = 0
     selection: RandomRepetitions | None = None
+    planned: float | None = None
+    after: tuple = ()
 
     def __post_init__(self):
         whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
@@ -45,6 +54,16 @@ class Segment:
     def last_step(self):
         """Where the segment ends in the schedule (exclusive)."""
         return self.first_step + self.steps
+
+    @property
+    def plan(self):
+        """How many steps were planned, at least those that ran."""
+        return max(self.planned or 0, self.steps)
+
+    @property
+    def state(self):
+        """(run, steps): a run of which nothing more is known has ended there."""
+        return self.run, self.steps
 
     @property
     def breaks_off(self):
@@ -90,6 +109,8 @@ class Segment:
             "sampling": self.sampling.get_config(),
             "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
             "selection": self.selection and dataclasses.asdict(self.selection),
+            "planned": _UNKNOWN if self.planned == math.inf else self.planned,
+            "after": [list(state) for state in self.after],
         }
 
     @classmethod
@@ -103,11 +124,13 @@ class Segment:
             }
             for release in config["releases"]
         ]
-        selection = config.get("selection")  # ledgers of before have none
+        selection = config.get("selection")  # ledgers of before have none, and no plans
         read = {
             "releases": tuple(noise.Release(**release) for release in releases),
             "schedule": schedules.get(config["schedule"]),
             "sampling": Sampling.from_config(config["sampling"]),
             "selection": selection and RandomRepetitions(**selection),
+            "planned": math.inf if config.get("planned") == _UNKNOWN else config.get("planned"),
+            "after": tuple((run, steps) for run, steps in config.get("after", ())),
         }
         return cls(**config | read)

@@ -4,8 +4,16 @@ import decimal
 import importlib.metadata
 import math
 import textwrap
+from typing import NamedTuple
 
-from dp_keras_opt.accounting.accountant import epsilon_bracket, name_for
+from dp_keras_opt.accounting.accountant import (
+    check_delta,
+    composable,
+    epsilon_bracket,
+    epsilon_of,
+    name_for,
+)
+from dp_keras_opt.accounting.plans import is_unknown, scenarios
 from dp_keras_opt.checks import whole_number
 
 _NEIGHBOURS = {
@@ -20,9 +28,13 @@ _ACCOUNTANTS = {
     "pure": "sums of pure epsilons",
 }
 
+_NOTHING = "No training step was taken: nothing was released."
+
 _NOT_COVERED = (
+    "the starting weights, as given when training began: what they were trained on before;",
     "metrics and losses shown during training, which are computed from the data without noise;",
-    "choices driven by validation data that are not public, such as early stopping;",
+    "choices driven by validation data that are not public, such as early stopping: what they "
+    "reveal of these data;",
     "hyper-parameter tuning: each further training run on the same data adds to epsilon;",
     "preprocessing computed from the data (vocabularies, Normalization.adapt);",
     "the number of {unit}s, and the count of {unit}s with non-finite gradients;",
@@ -30,7 +42,7 @@ _NOT_COVERED = (
 )
 
 
-def statement(ledger, delta, accountant="rdp", group_size=1):
+def statement(ledger, delta, accountant="rdp", group_size=1, notes=()):
     """The privacy guarantee of a ledger as readable text.
 
     Follows the reporting recommendations of Ponomareva et al. 2023, "How to DP-fy ML", 5.3.
@@ -40,38 +52,93 @@ def statement(ledger, delta, accountant="rdp", group_size=1):
         delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
         accountant: "rdp", "pld" or "pure".
         group_size: k, to add the guarantee for any k units together.
+        notes: further paragraphs, about the weights.
 
     Returns:
-        Text of several paragraphs. Epsilons are rounded up to the digits shown.
+        Text of several paragraphs. Epsilons are rounded up to the digits shown. The guarantee is
+        that of what was planned, where results may have stopped the training (`Ledger.plan`). Steps
+        that do not compose to one guarantee have one for each unit and adjacency.
 
     Raises:
-        ValueError: an argument is out of range, or the ledger's steps do not compose.
+        ValueError: an argument is out of range, or the accountant cannot price the steps.
     """
     group_size = whole_number(group_size, "group_size", 1, "Give the number of units in a group.")
-    lower, epsilon = epsilon_bracket(ledger.segments, delta, accountant)
     segments = [segment for segment in ledger.segments if segment.steps]
     if not segments:
-        return "Privacy statement\n\nNo training step was taken: nothing was released.\n"
+        check_delta(delta, segments, accountant)
+        return "\n\n".join(["Privacy statement", _NOTHING, *notes]) + "\n"
 
-    sampling = segments[0].sampling
-    unit = sampling.unit
-    neighbours = _NEIGHBOURS[sampling.adjacency].format(unit=unit)
-    if sampling.examples_per_unit is not None:
-        neighbours += f"; one {unit} stands for all examples of that {unit}"
+    claims = [_claim(group, delta, accountant) for group in composable(segments)]
     paragraphs = [
         "Privacy statement",
-        _guarantee(segments, epsilon, delta),
-        f"Neighbouring data sets: {neighbours} ({sampling.adjacency}).",
+        *(text for claim in claims for text in _claimed(claim, delta)),
+        *_apart(claims),
         *_public(segments),
         "Protected: every intermediate model, the final one, and all that is computed from them.",
         *(_training(segment, place, segments) for place, segment in enumerate(segments, 1)),
-        _accounting(segments, accountant, lower, epsilon),
+        *dict.fromkeys(_accounting(claim, accountant) for claim in claims),
     ]
     if group_size > 1:
-        paragraphs.append(_group(unit, epsilon, delta, group_size))
-    filled = [textwrap.fill(paragraph, 80) for paragraph in paragraphs]
-    not_covered = [line.format(unit=unit) for line in _NOT_COVERED]
+        paragraphs += [_group(claim.unit, claim.promised, delta, group_size) for claim in claims]
+    filled = [textwrap.fill(paragraph, 80) for paragraph in (*paragraphs, *notes)]
+    units = dict.fromkeys(claim.unit for claim in claims)
+    not_covered = [line.format(unit=" or ".join(units)) for line in _NOT_COVERED]
     return "\n\n".join([*filled, _bullets("Not covered:", not_covered)]) + "\n"
+
+
+class _Claim(NamedTuple):
+    """One guarantee: of steps on one privacy unit, under one adjacency."""
+
+    segments: list
+    lower: float  # of the steps that ran, with exact schedules
+    epsilon: float  # of the steps that ran
+    promised: float  # of the steps that were planned: the guarantee
+
+    @property
+    def unit(self):
+        return self.segments[0].sampling.unit
+
+
+def _claim(segments, delta, accountant):
+    lower, epsilon = epsilon_bracket(segments, delta, accountant)
+    states = [segment.state for segment in segments]
+    planned = [each for each in scenarios(segments) if [s.state for s in each] != states]
+    promised = max([epsilon, *(epsilon_of(each, delta, accountant) for each in planned)])
+    return _Claim(segments, lower, epsilon, promised)
+
+
+def _claimed(claim, delta):
+    """The paragraphs of a guarantee: ε, the neighbours, and whether it is that of a plan."""
+    sampling, unit = claim.segments[0].sampling, claim.unit
+    neighbours = _NEIGHBOURS[sampling.adjacency].format(unit=unit)
+    if sampling.examples_per_unit is not None:
+        neighbours += f"; one {unit} stands for all examples of that {unit}"
+    yield _guarantee(claim.segments, claim.promised, delta)
+    yield f"Neighbouring data sets: {neighbours} ({sampling.adjacency})."
+    if claim.promised > claim.epsilon:
+        yield (
+            "Stopped early: the training ended before it had run all of the steps that were "
+            "planned, for another reason than the end of its data or of its budget. Such a stop "
+            "may have looked at results, so the guarantee is that of the plan. If the number of "
+            f"steps had been fixed beforehand: epsilon = {rounded_up(claim.epsilon)} at delta = "
+            f"{delta:g}."
+        )
+    if any(is_unknown(segment) for segment in claim.segments):
+        yield (
+            "Stopped early: the training was ended by something else than its data or its budget, "
+            "and how many steps were planned is not known. Epsilon is that of the steps that ran: "
+            "the guarantee holds only if the stop was fixed beforehand."
+        )
+
+
+def _apart(claims):
+    """What several guarantees mean for who is in all of the data."""
+    if len(claims) > 1:
+        yield (
+            f"These are {len(claims)} guarantees, of steps that protect different units or speak "
+            "of different neighbouring data sets. Each holds for its own steps. If they are about "
+            "the same people, the epsilons add up over them, and so do the deltas."
+        )
 
 
 def group_privacy(epsilon, delta, size):
@@ -116,14 +183,17 @@ def _training(segment, place, segments):
         noises += f" times schedule factors from {alphas.min():.4g} to {alphas.max():.4g}"
     clipping = "" if segment.clip_norm is None else f", clip norm C = {segment.clip_norm:.6g}"
     selection = f" {segment.selection.describe()}" if segment.selection else ""
+    open_plan = segment.steps < segment.plan < math.inf
+    of_planned = f" of {segment.plan} planned" if open_plan else ""
     return (
-        f"{title}: {segment.steps} steps, {noises}{clipping}, expected batch size "
+        f"{title}: {segment.steps} steps{of_planned}, {noises}{clipping}, expected batch size "
         f"B = {sampling.batch_size}, n = {sampling.num_examples} {sampling.unit}s. "
         f"{sampling.describe()}{selection}"
     )
 
 
-def _accounting(segments, accountant, lower, epsilon):
+def _accounting(claim, accountant):
+    segments, lower, epsilon, _ = claim
     names = dict.fromkeys(_ACCOUNTANTS[name_for(accountant, segment)] for segment in segments)
     version = importlib.metadata.version("dp-accounting")
     text = f"Accounting: {' and '.join(names)}, dp-accounting {version}."

@@ -49,8 +49,8 @@ def load(path, modules=()):
         ) from error
 
 
-def ledger(path, modules=()):
-    """The ledger in a `.keras` file of a private model, or in a ledger file, which is only read.
+def spent(path, modules=()):
+    """The private model in a `.keras` file, or the ledger in a ledger file, which is only read.
 
     Raises:
         FileError: there is no such file, or no ledger in it.
@@ -64,7 +64,7 @@ def ledger(path, modules=()):
             f"{path} holds a Keras model that is not private, and so no ledger. Nothing is "
             "guaranteed for it."
         )
-    return model.ledger
+    return model
 
 
 def existing(path):

@@ -1,6 +1,7 @@
 """What was spent: `ledger`, and `statement`, which also states what a planned run would spend."""
 
 import dp_keras_opt as dp
+from dp_keras_opt.accounting.accountant import composable
 from dp_keras_opt.cli import arguments as args
 from dp_keras_opt.cli import models, plan
 from dp_keras_opt.cli.results import Result, UsageError, table
@@ -40,7 +41,7 @@ def statement(arguments):
     if arguments.file is not None:
         if any(getattr(arguments, name) is not None for name in _OF_A_PLAN):
             raise UsageError("Give FILE or a planned run (--num-examples), and not both.")
-        spent = models.ledger(arguments.file, arguments.modules)
+        spent = models.spent(arguments.file, arguments.modules)
     elif arguments.num_examples is None:
         raise UsageError("Give FILE, or a planned run: --num-examples and so on.")
     else:
@@ -53,9 +54,9 @@ def statement(arguments):
 
 def ledger(arguments):
     """The `Result` of `ledger`."""
-    spent = models.ledger(arguments.file, arguments.modules)
+    spent = models.spent(arguments.file, arguments.modules)
     data, text = _stated(arguments, spent)
-    segments = [_segment(segment) for segment in spent.segments if segment.steps]
+    segments = [_segment(segment) for segment in _ledger(spent).segments if segment.steps]
     rows = [
         [
             str(segment["steps"]),
@@ -74,13 +75,19 @@ def ledger(arguments):
     return Result(data, f"{listed}\n\n{text}" if rows else text)
 
 
+def _ledger(spent):
+    return spent.ledger if isinstance(spent, dp.DPModel) else spent
+
+
 def _stated(arguments, spent):
-    options = arguments.delta, arguments.accountant
-    data = {
-        "epsilon": spent.epsilon(*options),
+    options, found = (arguments.delta, arguments.accountant), _ledger(spent)
+    one = len(composable([segment for segment in found.segments if segment.steps])) < 2
+    data = {  # of steps that do not compose, the statement has a guarantee each
+        "epsilon": found.epsilon(*options) if one else None,
+        "epsilon_as_planned": found.epsilon_as_planned(*options) if one else None,
         "delta": arguments.delta,
         "accountant": arguments.accountant,
-        "steps": spent.steps,
+        "steps": found.steps,
         "statement": spent.statement(*options, arguments.group_size),
     }
     return data, data["statement"].rstrip("\n")

@@ -7,6 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
+from dp_keras_opt import provenance
+
 MIXING = (
     "{what} mixes the examples of a batch, so that clipping one example's gradient does not bound "
     "that example's influence. {fix}"
@@ -73,7 +75,8 @@ def fix(model: keras.Model) -> keras.Model:
         original = originals.get(layer.name)
         if original is not None and type(original) is type(layer) and not hasattr(layer, "layers"):
             layer.set_weights(original.get_weights())
-    if hasattr(model, "ledger"):  # the weights carry what was spent on them
+    provenance.copied(model.weights, fixed.weights)  # they carry what was spent on them
+    if hasattr(model, "ledger"):
         fixed.ledger.merge(model.ledger)
     return fixed
 

@@ -472,12 +472,20 @@ class PrivateOptimizer(replicas.UpdatesOnce):
     # Saving and loading.
 
     def load_own_variables(self, store: Any) -> None:
-        """Restores the optimizer's state.
+        """Restores the optimizer's state; one that is not built yet starts afresh, with a warning.
 
         Raises:
-            ValueError: the state does not fit. (Keras would warn and restart at step 0.)
+            ValueError: it is built, and the state does not fit. (Keras would restart at step 0.)
         """
         if len(store.keys()) != len(self.variables):
+            if not self.built:
+                warnings.warn(
+                    f"{type(self).__name__} is not built yet and starts afresh: the saved state of "
+                    "the optimizer is not restored. To go on where it stopped, load the whole "
+                    "model, or call optimizer.build(model.trainable_variables) before.",
+                    stacklevel=2,
+                )
+                return
             raise ValueError(
                 f"The saved state has {len(store.keys())} variables and {type(self).__name__} has "
                 f"{len(self.variables)}: it belongs to another optimizer or another model. To "

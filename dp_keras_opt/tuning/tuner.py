@@ -45,7 +45,7 @@ class Tuned:
 
     def statement(self) -> str:
         """The guarantee in words; see `accounting.statement`."""
-        return self.model.ledger.statement(self.delta)
+        return self.model.statement(self.delta)
 
 
 def tune(
@@ -138,8 +138,7 @@ def tune(
     if repetitions is not None:
         # What the ledger says of the selection covers the last run, and nothing before it: `build`
         # may give a model that has spent something already.
-        *before, _ = best.ledger.segments
-        object.__setattr__(best, "_ledger", Ledger.of_segments(before))
+        best.ledger._drop_last()
         best.ledger = ledger
     shown = tried if repetitions is None else None
     return Tuned(best, tried[place]["values"], tried[place]["score"], shown, delta)
