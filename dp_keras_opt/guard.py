@@ -8,6 +8,7 @@ import tensorflow as tf
 from dp_keras_opt import replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.sampling import check_sampling
+from dp_keras_opt.clipping import state_changes
 from dp_keras_opt.noise import resume
 from dp_keras_opt.types import Path
 
@@ -94,7 +95,8 @@ class Guard:
             self.train_function = replicas.train_function(self)
         else:
             super().make_train_function(force=True)
-        run, steps, optimizer = self.train_function, self.steps_per_execution, self.optimizer
+        run = state_changes.unchanged(self.train_function, self._hidden_state)
+        steps, optimizer = self.steps_per_execution, self.optimizer
 
         def train_function(iterator):
             if self.optimizer is not optimizer or self.steps_per_execution != steps:

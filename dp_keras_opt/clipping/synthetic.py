@@ -1,0 +1,285 @@
+"""Synthetic batches: of the form of the data, with values that the model takes, found by trying."""
+
+from __future__ import annotations
+
+import bisect
+import string
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.clipping.clipped_sum import Batch
+
+#: Numbers of ids to try, besides those that are sizes of something in the model.
+_SIZES = (2, 3, 10, 100, 1_000, 2**16)
+#: Lengths to try where the data leaves them open. None of them is a number of rows of the check.
+_LENGTHS = (2, 4, 6, 7, 8, 9, 12, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
+#: What stands for a vocabulary, at most.
+_WORDS = 100
+
+
+class Synthetic:
+    """Draws batches of the form of another one.
+
+    An integer may be an id, and a model takes as many as it has a table or a vocabulary for. Each
+    input gets the largest range with which the model runs, of those that sizes in the model
+    suggest; strings are random, numerals, and words that the model knows.
+
+    What an input takes are *pools*, each a `range` or a sorted array. A pool is drawn first and
+    then one of its values, so that small ids come as often as large ones: a GPU looks up ids beyond
+    a table without an error.
+
+    Attributes:
+        length: what stands for the sizes that the form leaves open, besides the number of rows;
+            None where it leaves none, or where no length runs.
+        reason: why no length runs, None where one does.
+    """
+
+    def __init__(self, form: Batch) -> None:
+        """
+        Args:
+            form: a batch of which shapes and dtypes are read, and no values.
+        """
+        self._structure = (form.x, form.y, form.sample_weight)
+        self._leaves = tf.nest.flatten(self._structure)
+        self._pools = [_usual(leaf) for leaf in self._leaves]
+        self.length = self.reason = None
+
+    def widen(self, model: keras.Model, why_not: Callable[[Batch], str | None]) -> None:
+        """Finds out what the inputs of a model take.
+
+        Args:
+            model: a built model.
+            why_not: why the model gives no finite losses for a batch, None where it does.
+        """
+        vocabularies, sizes = _vocabularies(model), _sizes(model)
+        if self._start(why_not, vocabularies, sizes):
+            self._widen(model, why_not, vocabularies, sizes)
+
+    @property
+    def open_leaves(self) -> list[str]:
+        """Names of the tensors that have open sizes besides the number of rows."""
+        named = zip(("x", "y", "sample_weight"), self._structure, strict=True)
+        leaves = [
+            (name, *pair) for name, part in named for pair in keras.tree.flatten_with_path(part)
+        ]
+        return [
+            name + "".join(f"[{key!r}]" for key in path)
+            for name, path, leaf in leaves
+            if _is_open(leaf)
+        ]
+
+    def pair(
+        self,
+        random: np.random.Generator,
+        rows: int,
+        row: int = 0,
+        magnitude: float = 1.0,
+        outlier: bool = False,
+        wide: bool = True,
+    ) -> tuple[Batch, Batch]:
+        """Two batches that differ in one row.
+
+        Floats are of the given magnitude, of both signs above 1. With `outlier` those of the
+        changed row are a million times larger, and its other values go from one extreme to the
+        other. Without `wide`, integers are 0 and 1, and strings such as the model need not know.
+        """
+
+        def two(leaf, pools):
+            if leaf is None:
+                return None, None
+            shape = self._shape(leaf, rows)
+            if pools is None:
+                values = _floats(random, shape, leaf.dtype, magnitude)
+                changed = values.copy()
+                changed[row] = _floats(random, shape[1:], leaf.dtype, magnitude)
+                if outlier:
+                    changed[row] *= 1e6 if leaf.dtype.size > 2 else 1e3
+            else:
+                pools = pools if wide else pools[:1]
+                values = _drawn(random, pools, shape)
+                changed = values.copy()
+                changed[row] = _drawn(random, pools, shape[1:])
+                low, high = _extremes(pools)
+                same = changed[row] == values[row]
+                if outlier and same.size:
+                    same[random.integers(same.shape)] = True
+                values[row] = np.where(same, low, values[row])
+                changed[row] = np.where(same, high, changed[row])
+            return _tensor(values, leaf), _tensor(changed, leaf)
+
+        first, second = zip(*map(two, self._leaves, self._pools), strict=True)
+        return self._batch(first), self._batch(second)
+
+    def padded(self, batch: Batch, number: int) -> Batch:
+        """A batch with all open sizes larger by a number, filled as `padded_batch` fills them."""
+
+        def pad(leaf, tensor):
+            if leaf is None:
+                return None
+            by = [[0, number if size is None else 0] for size in leaf.shape[1:]]
+            empty = tf.zeros((), leaf.dtype)  # of strings, ""
+            return tf.pad(tensor, [[0, 0], *by], constant_values=empty)
+
+        tensors = tf.nest.flatten((batch.x, batch.y, batch.sample_weight))
+        return self._batch(map(pad, self._leaves, tensors))
+
+    # What the model takes.
+
+    def _start(self, why_not, vocabularies, sizes):
+        """Finds values, and a length, with which the model runs at all."""
+        usual, is_open = self._pools, any(map(_is_open, self._leaves))
+        lengths = [*_LENGTHS, *(size for size in sizes if size not in _LENGTHS)]
+        for words in (None, *vocabularies):
+            self._pools = [_simplest(leaf, words) for leaf in self._leaves]
+            for self.length in lengths if is_open else (None,):
+                reason = why_not(self._trial())
+                if reason is None:
+                    self.reason = None
+                    return True
+                self.reason = self.reason or reason
+        self._pools, self.length = usual, None
+        return False
+
+    def _widen(self, model, why_not, vocabularies, sizes):
+        """Has each input take all that it can alone, unless they cannot together."""
+        usual = self._pools.copy()
+        outputs = tf.nest.flatten(model(self._trial().x, training=False))
+        widths = {output.shape[-1] for output in outputs if output.shape.rank} | {2}
+        number = len(tf.nest.flatten(self._structure[0]))
+        for place, leaf in enumerate(self._leaves):
+            if self._pools[place] is None or leaf.dtype.is_bool:
+                continue
+
+            def takes(pool, place=place, leaf=leaf):
+                pools = [*self._pools[:place], [pool], *self._pools[place + 1 :]]
+                return _fits(leaf, pool) and why_not(self._trial(pools)) is None
+
+            if leaf.dtype == tf.string:
+                pools = [*_STRINGS, *vocabularies, *map(_sentences, vocabularies)]
+            elif place < number:
+                ranges = _longest(takes, [range(size) for size in sizes])
+                pools = [*ranges, range(-1, 0), *vocabularies]
+            else:
+                pools = _longest(takes, [range(size) for size in sizes if size in widths])
+            self._pools[place] = [pool for pool in pools if takes(pool)] or self._pools[place]
+        if why_not(self._trial()) is not None:
+            self._pools = usual
+
+    def _trial(self, pools=None):
+        """Two rows with the extremes of each pool, and what lies between them."""
+        random = np.random.default_rng(0)
+
+        def tensor(leaf, pools):
+            if leaf is None:
+                return None
+            shape = self._shape(leaf, 2)
+            if pools is None:
+                return _tensor(_floats(random, shape, leaf.dtype, 1.0), leaf)
+            values = [*_extremes(pools), *_drawn(random, pools, (32,))]
+            return _tensor(np.resize(np.array(values, object), shape), leaf)
+
+        return self._batch(map(tensor, self._leaves, pools or self._pools))
+
+    def _shape(self, leaf, rows):
+        return (rows, *((self.length or 2) if size is None else size for size in leaf.shape[1:]))
+
+    def _batch(self, tensors):
+        return Batch(*tf.nest.pack_sequence_as(self._structure, list(tensors)))
+
+
+def _is_open(leaf):
+    return leaf is not None and None in leaf.shape[1:]
+
+
+def _longest(takes, ranges):
+    """The growing ranges that are taken, if what is taken is taken up to some range."""
+    if ranges and takes(ranges[-1]):
+        return ranges
+    return ranges[: bisect.bisect(ranges, False, key=lambda pool: not takes(pool))]
+
+
+def _letters():
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice([*string.ascii_letters], n)) for n in range(1, 20)]
+    return np.array(sorted(["", "two words", *words]), object)
+
+
+_STRINGS = (_letters(), np.array([f"{number}" for number in range(10)], object))
+_BOOLS = np.array([False, True])
+
+
+def _usual(leaf):
+    """The pools of a leaf of which nothing is known; None for floats."""
+    if leaf is None or leaf.dtype.is_floating or leaf.dtype.is_complex:
+        return None
+    if leaf.dtype == tf.string:
+        return [np.array([""], object)]
+    return [_BOOLS if leaf.dtype.is_bool else range(2)]
+
+
+def _simplest(leaf, words):
+    """`_usual`, with zeros alone, or these words where they fit."""
+    if words is not None and leaf is not None and _fits(leaf, words):
+        return [words]
+    pools = _usual(leaf)
+    return [range(1)] if pools and isinstance(pools[0], range) else pools
+
+
+def _vocabularies(model):
+    """What the lookup layers of a model know: sorted arrays of strings or integers."""
+    found = {}
+    for layer in model._flatten_layers():
+        if hasattr(layer, "get_vocabulary"):
+            words = sorted(set(layer.get_vocabulary()))
+            words = words[:: -(-len(words) // _WORDS)] or words
+            found[tuple(words)] = np.array(words, object)
+    return [words for words in found.values() if len(words)]
+
+
+def _sentences(words):
+    random = np.random.default_rng(0)
+    return np.array([" ".join(map(str, random.choice(words, 5))) for _ in range(20)], object)
+
+
+def _sizes(model):
+    """Numbers of ids, or of positions, that something in a model suggests, in rising order."""
+    sizes = {size for variable in model.variables for size in variable.shape}
+    lookups = [layer for layer in model._flatten_layers() if hasattr(layer, "get_vocabulary")]
+    known = {len(layer.get_vocabulary()) for layer in lookups}
+    return sorted(size for size in {*_SIZES, *sizes, *known} if size > 1)
+
+
+def _fits(leaf, pool):
+    """Whether values of a pool are of the kind of a leaf."""
+    if leaf.dtype == tf.string or not leaf.dtype.is_integer:
+        return leaf.dtype == tf.string and isinstance(pool[0], str)
+    return not isinstance(pool[0], str) and leaf.dtype.min <= pool[0] <= pool[-1] <= leaf.dtype.max
+
+
+def _extremes(pools):
+    return min(pool[0] for pool in pools), max(pool[-1] for pool in pools)
+
+
+def _drawn(random, pools, shape):
+    """Values of the pools, each as likely as the others."""
+    which = random.integers(len(pools), size=shape)
+    places = random.integers(np.array([len(pool) for pool in pools])[which])
+    values = np.empty(shape, object)
+    for number, pool in enumerate(pools):
+        of_pool = places[which == number]
+        values[which == number] = of_pool + pool.start if isinstance(pool, range) else pool[of_pool]
+    return values
+
+
+def _floats(random, shape, dtype, magnitude):
+    low = 0.1 if magnitude <= 1 else -magnitude
+    return random.uniform(low, magnitude, shape).astype(dtype.as_numpy_dtype)
+
+
+def _tensor(values, leaf):
+    if leaf.dtype != tf.string:
+        values = values.astype(leaf.dtype.as_numpy_dtype)
+    return tf.constant(values, leaf.dtype)
