@@ -116,11 +116,11 @@ class PrivateStep:
 
     def _known_plan(self, form):
         for (layers, checked), plan in self._plans.items():
-            if layers == self._layers() and _common(checked, form) == checked:
+            if layers == self._trained_parts() and _common(checked, form) == checked:
                 return plan
         return None
 
-    def _layers(self):
+    def _trained_parts(self):
         """What a plan depends on besides the form of the batches."""
         trained = tuple(layer.trainable for layer in self._flatten_layers())
         return tuple(id(v) for v in self.trainable_variables), trained
@@ -129,14 +129,14 @@ class PrivateStep:
         """Finds the engines for batches of a form, and shows that they may be used."""
         if not self._fitting:  # batches of several lengths are batches of an open length
             for layers, other in self._plans:
-                if layers == self._layers():
+                if layers == self._trained_parts():
                     form = _common(form, other) or form
         structure = (batch.x, batch.y, batch.sample_weight)
         plan = clipping.checked_plan(self, Batch(*tf.nest.pack_sequence_as(structure, form)))
         clipping.clip_groups(self, self.optimizer.query())  # names layers that exist
         loops = any(per_example.has_loops(layer) for layer in plan.general)
         plan = plan._replace(sequential=bool(self.jit_compile and loops))
-        self._plans[self._layers(), form] = plan
+        self._plans[self._trained_parts(), form] = plan
         if self._non_finite is None:
             count = replicas.count_variable(self.distribute_strategy)
             object.__setattr__(self, "_non_finite", count)

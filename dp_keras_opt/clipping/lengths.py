@@ -17,11 +17,26 @@ _FIX = (
 )
 
 
+def require_length(synthetic: Synthetic) -> None:
+    """Refuses data of open sizes for which a model has no length at all.
+
+    Raises:
+        ValueError: saying why it does not run.
+    """
+    if synthetic.open_leaves and synthetic.length is None:
+        raise ValueError(
+            f"The data leaves sizes of {', '.join(synthetic.open_leaves)} open, and the model runs "
+            f"with none that was tried ({synthetic.reason}), so that it cannot be checked that "
+            f"rows do not change with the length of their batch. {_FIX}."
+        )
+
+
 def check_lengths(
     model: keras.Model,
     losses_of: Callable[[Batch], tf.Tensor],
     why_not: Callable[[Batch], str | None],
     synthetic: Synthetic,
+    batch: Batch,
 ) -> None:
     """Compares the losses of rows, and their gradients, with those of the same rows padded.
 
@@ -32,30 +47,24 @@ def check_lengths(
         model: the model.
         losses_of: function of a batch that gives its losses, without randomness.
         why_not: why the model gives no finite losses for a batch, None where it does.
-        synthetic: draws batches of the form of the data; padding is 0, "" or False.
+        synthetic: what pads a batch where the data leaves sizes open, with 0, "" or False.
+        batch: a synthetic batch.
 
     Raises:
-        ValueError: they change, or the model runs with one length only, or with none.
+        ValueError: they change, or the model runs with one length only.
     """
-    names = ", ".join(synthetic.open_leaves)
-    if not names:
+    if not synthetic.open_leaves:
         return
-    if synthetic.length is None:
-        raise ValueError(
-            f"The data leaves sizes of {names} open, and the model runs with none that was tried "
-            f"({synthetic.reason}), so that it cannot be checked that rows do not change with the "
-            f"length of their batch. {_FIX}."
-        )
-    batch, _ = synthetic.pair(np.random.default_rng(1), rows=3)
+    names = ", ".join(synthetic.open_leaves)
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     tolerance = 0.05 if half else 1e-3
-    before, compared = _signature(model, losses_of, batch), False
+    before, compared = _losses_and_gradient(model, losses_of, batch), False
     for number in (1, synthetic.length, 3 * synthetic.length, 50):
         longer = synthetic.padded(batch, number)
         if why_not(longer) is not None:
             continue
         compared = True
-        for old, new in zip(before, _signature(model, losses_of, longer), strict=True):
+        for old, new in zip(before, _losses_and_gradient(model, losses_of, longer), strict=True):
             largest = np.abs(old).max(initial=0.0)
             if not np.abs(old - new).max(initial=0.0) <= tolerance * largest + 1e-5:
                 raise ValueError(
@@ -76,7 +85,7 @@ def check_lengths(
         )
 
 
-def _signature(model, losses_of, batch):
+def _losses_and_gradient(model, losses_of, batch):
     """The losses (B,), and the gradient of a sum of them that weighs each differently."""
     with tf.GradientTape() as tape:
         losses = losses_of(batch)

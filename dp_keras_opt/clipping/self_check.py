@@ -17,7 +17,7 @@ import tensorflow as tf
 from dp_keras_opt.clipping import book_keeping, per_example, state_changes, validation
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
-from dp_keras_opt.clipping.lengths import check_lengths
+from dp_keras_opt.clipping.lengths import check_lengths, require_length
 from dp_keras_opt.clipping.synthetic import Synthetic
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _build(model, forward, batch):
     built = all(layer.built for layer in model._flatten_layers())
     if built and (metrics is None or metrics.built):
         return
-    synthetic, _ = Synthetic(batch).pair(_random(), ROWS)
+    synthetic, _ = Synthetic(batch).pair(np.random.default_rng(0), ROWS)
     before = state_changes.Snapshot(model)
     forward(synthetic)  # building calls layers more often, and makes variables and layers
     if metrics is not None and not metrics.built:
@@ -92,25 +92,29 @@ def _checked(model, batch, forward, before):
     """`checked_plan`, once the model is built and its state is known to be none of the data's."""
 
     def why_not(rows):
+        before.put_back()
         try:
             losses = np.asarray(forward(rows))
         except _DOES_NOT_RUN as error:
             return f"{type(error).__name__}: {error}"
-        finally:
-            before.put_back()
         return None if np.isfinite(losses).all() else "its loss is not finite"
 
     synthetic = Synthetic(batch)
     synthetic.widen(model, why_not)
-    is_random = validation.is_random(model, forward, synthetic.pair(_random(), ROWS)[0], before)
-    losses_of = functools.partial(forward, training=not is_random)
-    check_lengths(model, losses_of, why_not, synthetic)
-    random = _random()
+    require_length(synthetic)
+    random = np.random.default_rng(0)
+    narrow, wide = (_usable(synthetic, random, why_not, wide) for wide in (False, True))
+    is_random = validation.is_random(model, forward, wide, before)
+
+    def losses_of(rows):
+        before.put_back()
+        return forward(rows, training=not is_random)
+
+    _with_tapes(check_lengths, model, losses_of, why_not, synthetic, wide)
     for rows, magnitude, outlier in _DRAWS:
         for row in (0, rows - 1):
             drawn = synthetic.pair(random, rows, row, magnitude, outlier)
             validation.check_independence(model, forward, *drawn, row, before)
-    narrow, wide = (synthetic.pair(random, ROWS, wide=w)[0] for w in (False, True))
     compare = functools.partial(_compare, model, (narrow, wide), is_random, before)
     plan = book_keeping.plan(model)
     while True:
@@ -132,18 +136,34 @@ def _checked(model, batch, forward, before):
             )
 
 
+def _usable(synthetic, random, why_not, wide):
+    """A batch with finite losses, if that can be had: where masks are, not all may be masked."""
+    for _ in range(20):
+        batch, _ = synthetic.pair(random, ROWS, wide=wide)
+        if why_not(batch) is None:
+            break
+    return batch
+
+
+def _with_tapes(function, *args):
+    """Calls a function in a thread of its own.
+
+    While a training step is traced, `tf.init_scope` pauses the gradient tapes of this thread, all
+    gradients would be None, and any plan would look right.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
 def _failures(model, compare, plan):
     """Where the engines fail: (paths of variables, the planned layers they belong to, how)."""
-    # In a thread of its own: while a training step is traced, `tf.init_scope` pauses the gradient
-    # tapes of this one, all gradients would be None, and any plan would look right.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        try:
-            # Vectorizing a loop takes tens of seconds outside of a traced function.
-            loops = any(per_example.has_loops(layer) for layer in plan.general)
-            wrong = pool.submit(compare, plan._replace(sequential=loops)).result()
-        except CallFailed as failure:
-            paths = [variable.path for variable in failure.layer.trainable_variables]
-            return paths, [failure.layer], str(failure)
+    try:
+        # Vectorizing a loop takes tens of seconds outside of a traced function.
+        loops = any(per_example.has_loops(layer) for layer in plan.general)
+        wrong = _with_tapes(compare, plan._replace(sequential=loops))
+    except CallFailed as failure:
+        paths = [variable.path for variable in failure.layer.trainable_variables]
+        return paths, [failure.layer], str(failure)
     planned = (*plan.ruled, *plan.general)
     layers = [p for p in planned if any(v.path in wrong for v in p.trainable_variables)]
     layers = layers or [model] * bool(wrong)
@@ -168,10 +188,11 @@ def _compare(model, batches, is_random, before, plan):
 def _compare_at(model, batch, plan, scale, tolerance, is_random, before):
     """`_compare` with the loss scaled up, and the gradients scaled down again."""
     variables = model.trainable_variables
+    before.put_back()
     with tf.GradientTape(persistent=True) as tape:
         losses, _, factors = per_example_gradients(model, batch, plan, scale)
-        before.put_back()
         if not is_random:  # otherwise only the same pass has the same masks
+            before.put_back()
             y_pred = model(batch.x, training=True)
             losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
     wrong, any_gradient = [], False
@@ -191,7 +212,3 @@ def _compare_at(model, batch, plan, scale, tolerance, is_random, before):
     if variables and not any_gradient:
         raise ValueError("The loss depends on no trainable variable: there is nothing to train.")
     return wrong
-
-
-def _random():
-    return np.random.default_rng(0)

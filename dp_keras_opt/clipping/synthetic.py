@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import string
 from collections.abc import Callable
 
@@ -90,24 +91,24 @@ class Synthetic:
         def two(leaf, pools):
             if leaf is None:
                 return None, None
-            shape = self._shape(leaf, rows)
+            shape, one = self._shape(leaf, rows), slice(row, row + 1)
             if pools is None:
                 values = _floats(random, shape, leaf.dtype, magnitude)
                 changed = values.copy()
-                changed[row] = _floats(random, shape[1:], leaf.dtype, magnitude)
+                changed[one] = _floats(random, (1, *shape[1:]), leaf.dtype, magnitude)
                 if outlier:
-                    changed[row] *= 1e6 if leaf.dtype.size > 2 else 1e3
+                    changed[one] *= 1e6 if leaf.dtype.size > 2 else 1e3
             else:
                 pools = pools if wide else pools[:1]
                 values = _drawn(random, pools, shape)
                 changed = values.copy()
-                changed[row] = _drawn(random, pools, shape[1:])
-                low, high = _extremes(pools)
-                same = changed[row] == values[row]
+                changed[one] = _drawn(random, pools, (1, *shape[1:]))
+                same = changed[one] == values[one]
                 if outlier and same.size:
-                    same[random.integers(same.shape)] = True
-                values[row] = np.where(same, low, values[row])
-                changed[row] = np.where(same, high, changed[row])
+                    same.flat[random.integers(same.size)] = True
+                low, high = _extremes(pools)
+                values[one] = np.where(same, low, values[one])
+                changed[one] = np.where(same, high, changed[one])
             return _tensor(values, leaf), _tensor(changed, leaf)
 
         first, second = zip(*map(two, self._leaves, self._pools), strict=True)
@@ -132,8 +133,15 @@ class Synthetic:
         """Finds values, and a length, with which the model runs at all."""
         usual, is_open = self._pools, any(map(_is_open, self._leaves))
         lengths = [*_LENGTHS, *(size for size in sizes if size not in _LENGTHS)]
-        for words in (None, *vocabularies):
-            self._pools = [_simplest(leaf, words) for leaf in self._leaves]
+        words = [pool for pool in vocabularies if isinstance(pool[0], str)]
+        numbers = [pool for pool in vocabularies if not isinstance(pool[0], str)]
+        starts = [np.array([""], object), *words], [range(1), range(1, 2), *numbers]
+        for start in itertools.product(*starts):
+            of_x = len(tf.nest.flatten(self._structure[0]))
+            self._pools = [
+                _first(leaf, start if place < of_x else (range(1),))
+                for place, leaf in enumerate(self._leaves)
+            ]
             for self.length in lengths if is_open else (None,):
                 reason = why_not(self._trial())
                 if reason is None:
@@ -158,13 +166,15 @@ class Synthetic:
                 return _fits(leaf, pool) and why_not(self._trial(pools)) is None
 
             if leaf.dtype == tf.string:
-                pools = [*_STRINGS, *vocabularies, *map(_sentences, vocabularies)]
+                others = [*_STRINGS, *vocabularies, *map(_sentences, vocabularies)]
+                ranges = []
             elif place < number:
+                others = [range(-1, 0), *vocabularies]
                 ranges = _longest(takes, [range(size) for size in sizes])
-                pools = [*ranges, range(-1, 0), *vocabularies]
             else:
-                pools = _longest(takes, [range(size) for size in sizes if size in widths])
-            self._pools[place] = [pool for pool in pools if takes(pool)] or self._pools[place]
+                others = []
+                ranges = _longest(takes, [range(size) for size in sizes if size in widths])
+            self._pools[place] = [*ranges, *filter(takes, others)] or self._pools[place]
         if why_not(self._trial()) is not None:
             self._pools = usual
 
@@ -220,12 +230,10 @@ def _usual(leaf):
     return [_BOOLS if leaf.dtype.is_bool else range(2)]
 
 
-def _simplest(leaf, words):
-    """`_usual`, with zeros alone, or these words where they fit."""
-    if words is not None and leaf is not None and _fits(leaf, words):
-        return [words]
-    pools = _usual(leaf)
-    return [range(1)] if pools and isinstance(pools[0], range) else pools
+def _first(leaf, pools):
+    """`_usual`, with one of these pools where it fits."""
+    usual = _usual(leaf)
+    return usual and ([pool for pool in pools if _fits(leaf, pool)] or usual)
 
 
 def _vocabularies(model):

@@ -170,7 +170,7 @@ _FIX = (
 
 
 class _Observation(NamedTuple):
-    """What one forward pass did; the model's state is put back afterwards."""
+    """What one forward pass did."""
 
     losses: np.ndarray
     outputs: list  # (name of a layer, an argument or result of its call)
@@ -179,6 +179,7 @@ class _Observation(NamedTuple):
 
 
 def _observe(model, forward, batch, before, training=True):
+    before.put_back()
     outputs, seeds = [], _seeds(model)
     leaves = [
         layer
@@ -195,7 +196,6 @@ def _observe(model, forward, batch, before, training=True):
     finally:
         for layer, _ in restore:
             object.__delattr__(layer, "call")
-        before.put_back()
 
 
 def _seeds(model):
@@ -211,7 +211,7 @@ def _observed(name, call, outputs):
     def observed(*args, **kwargs):
         result = call(*args, **kwargs)
         for leaf in keras.tree.flatten((args, kwargs, result)):
-            if hasattr(leaf, "numpy"):
+            if isinstance(leaf, tf.Tensor) and hasattr(leaf, "numpy"):  # not ragged, not symbolic
                 outputs.append((name, leaf.numpy()))
         return result
 
