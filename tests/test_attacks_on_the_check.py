@@ -61,21 +61,33 @@ def _negatives_of_the_batch(y, y_pred):
     return ops.sparse_categorical_crossentropy(ops.arange(ops.shape(y)[0]), logits, True)
 
 
-@pytest.mark.filterwarnings("ignore:The per-layer engines")
-@pytest.mark.parametrize("dtype", ["string", "int32"])
-@pytest.mark.parametrize(
-    "recurrent", [layers.GRU, layers.LSTM, lambda n: layers.GRU(n, dropout=0.5)]
-)
-@pytest.mark.parametrize("mixes", [True, False])
-def test_recurrent_recommenders(recurrent, dtype, mixes):
-    if not mixes and (dtype == "string" or recurrent is layers.LSTM):
-        pytest.skip("one sound relative of each kind of randomness")
+def _recommender(recurrent, dtype):
     inputs = keras.Input((3,), dtype=dtype)
     ids = layers.StringLookup(vocabulary=WORDS)(inputs) if dtype == "string" else inputs
-    outputs = recurrent(4)(layers.Embedding(6, 4)(ids))
-    model = dp.DPModel(inputs, outputs)
-    _compiled(model, _negatives_of_the_batch if mixes else "mse")
-    _check(model, _form(3, dtype=dtype), _form(4), "The loss mixes" if mixes else None)
+    return dp.DPModel(inputs, recurrent(layers.Embedding(6, 4)(ids)))
+
+
+RECURRENT = {
+    "GRU": lambda: layers.GRU(4),
+    "LSTM": lambda: layers.LSTM(4),
+    "GRU with dropout": lambda: layers.GRU(4, dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", ["string", "int32"])
+@pytest.mark.parametrize("recurrent", RECURRENT)
+def test_negatives_of_the_batch_behind_recurrent_layers(recurrent, dtype):
+    model = _compiled(_recommender(RECURRENT[recurrent](), dtype), _negatives_of_the_batch)
+    _check(model, _form(3, dtype=dtype), _form(4), "The loss mixes")
+
+
+@pytest.mark.filterwarnings("error:The per-layer engines")
+@pytest.mark.parametrize(
+    "recurrent, dtype", [("GRU", "string"), ("LSTM", "int32"), ("GRU with dropout", "int32")]
+)
+def test_recurrent_layers_without_them(recurrent, dtype):
+    model = _compiled(_recommender(RECURRENT[recurrent](), dtype))
+    _check(model, _form(3, dtype=dtype), _form(4))
 
 
 class _BatchSize(layers.Layer):
@@ -210,7 +222,7 @@ def _padded(of_label=lambda tokens: np.float32([tokens.sum()]), fixed=None):
     signature = (tf.TensorSpec([None], tf.int64), tf.TensorSpec(shape, label.dtype))
     data = tf.data.Dataset.from_generator(examples, output_signature=signature)
     shapes = None if fixed is None else ((fixed,), shape)
-    data = data.padded_batch(B, padded_shapes=shapes)
+    data = data.padded_batch(B, padded_shapes=shapes, drop_remainder=True)
     sampling = dp.accounting.Sampling.shuffled(len(LENGTHS), B)
     return dp.data.assume_sampling(data, sampling)
 
@@ -258,11 +270,16 @@ def test_padding_that_is_not_masked_is_refused(case):
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize("stack", [_pooled, lambda: (layers.LSTM(3, dropout=0.2), layers.Dense(1))])
-def test_padding_that_is_masked_trains(stack):
-    model = _compiled(_text(*stack(), masked=True))
+def test_padding_that_is_masked_trains():
+    model = _compiled(_text(*_pooled(), masked=True))
     model.fit(_padded(), verbose=0)
     assert model.ledger.steps == len(LENGTHS) // B
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recurrence_that_is_masked_is_no_mixing(dropout):
+    model = _compiled(_text(layers.LSTM(3, dropout=dropout), layers.Dense(1), masked=True))
+    _check(model, tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None, 1]))
 
 
 @pytest.mark.parametrize("eager", [False, True])

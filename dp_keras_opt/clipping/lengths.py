@@ -59,8 +59,7 @@ def check_lengths(
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     tolerance = 0.05 if half else 1e-3
     before, compared = _losses_and_gradient(model, losses_of, batch), False
-    for number in (1, synthetic.length, 3 * synthetic.length, 50):
-        longer = synthetic.padded(batch, number)
+    for longer in synthetic.longer(batch):
         if why_not(longer) is not None:
             continue
         compared = True

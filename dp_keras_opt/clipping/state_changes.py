@@ -43,7 +43,7 @@ _DRAWS = {
 }
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 #: What Python code raises that needs values and is given symbolic tensors.
-_NEEDS_VALUES = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
+_NEEDS_VALUES = (AttributeError, RuntimeError, TypeError, ValueError, tf.errors.OpError)
 
 
 class Assignments(NamedTuple):
@@ -94,9 +94,10 @@ def check_assignments(
     names = {id(h): v.path for v in model.variables for h in _handles(v)}
     names.update((id(v.handle), v.name) for v in graph.variables if id(v.handle) not in names)
     metrics = {id(handle) for v in _metrics_and_seeds(model) for handle in _handles(v)}
-    for handle, operation in trace.reached.items():
-        if handle not in metrics and operation.type not in _DRAWS:
-            _refuse(names.get(handle), operation)
+    for handle, operations in trace.reached.items():
+        for operation in operations if handle not in metrics else ():
+            if operation.type not in _DRAWS:
+                _refuse(names.get(handle), operation)
     shown = {id(handle) for handle in trace.written}
     changed = [(h, _dtype(h)) for h in trace.written if _dtype(h) is not None]
     complete = not (eager or trace.has_python)
@@ -166,7 +167,7 @@ class _Trace:
     """Follows the placeholders of a traced function through its operations.
 
     Attributes:
-        reached: from each resource that depends on them, to an operation that wrote it.
+        reached: from each resource that depends on them, to the operations that wrote it so.
         written: the handles that some operation writes to.
         has_python: whether Python code runs inside of the graph.
     """
@@ -208,7 +209,8 @@ class _Trace:
         if both.resources and operation.type not in _READS and "Summary" not in operation.type:
             self._changed |= both.resources
             if both.from_batch or decided:
-                self.reached.update(dict.fromkeys(both.resources - set(self.reached), operation))
+                for resource in both.resources:
+                    self.reached.setdefault(resource, []).append(operation)
         if not inputs:  # a variable or table that is made, or found by its name, in the graph
             both = _Value(resources=frozenset([operation.name]))
         read = _Value(both.from_batch or not both.resources.isdisjoint(self.reached))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
@@ -14,9 +14,11 @@ import tensorflow as tf
 from dp_keras_opt.clipping.clipped_sum import Batch
 
 #: Numbers of ids to try, besides those that are sizes of something in the model.
-_SIZES = (2, 3, 10, 100, 1_000, 2**16)
-#: Lengths to try where the data leaves them open. None of them is a number of rows of the check.
+_SIZES = (2, 3, 10, 100, 256, 1_000, 2**16)
+#: Lengths to try where the data leaves them open, besides such sizes. None of them is a number of
+#: rows of the check.
 _LENGTHS = (2, 4, 6, 7, 8, 9, 12, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
+_LONGEST = 2048
 #: What stands for a vocabulary, at most.
 _WORDS = 100
 
@@ -46,7 +48,8 @@ class Synthetic:
         self._structure = (form.x, form.y, form.sample_weight)
         self._leaves = tf.nest.flatten(self._structure)
         self._pools = [_usual(leaf) for leaf in self._leaves]
-        self.length = self.reason = None
+        self.length: int | None = None
+        self.reason: str | None = None
 
     def widen(self, model: keras.Model, why_not: Callable[[Batch], str | None]) -> None:
         """Finds out what the inputs of a model take.
@@ -114,30 +117,27 @@ class Synthetic:
         first, second = zip(*map(two, self._leaves, self._pools), strict=True)
         return self._batch(first), self._batch(second)
 
-    def padded(self, batch: Batch, number: int) -> Batch:
-        """A batch with all open sizes larger by a number, filled as `padded_batch` fills them."""
-
-        def pad(leaf, tensor):
-            if leaf is None:
-                return None
-            by = [[0, number if size is None else 0] for size in leaf.shape[1:]]
-            empty = tf.zeros((), leaf.dtype)  # of strings, ""
-            return tf.pad(tensor, [[0, 0], *by], constant_values=empty)
-
+    def longer(self, batch: Batch) -> Iterator[Batch]:
+        """A batch with its open sizes larger by several numbers, filled as `padded_batch` does."""
         tensors = tf.nest.flatten((batch.x, batch.y, batch.sample_weight))
-        return self._batch(map(pad, self._leaves, tensors))
+        length = self.length or 0
+        for number in sorted({1, 3, length, 3 * length, 16}):
+            yield self._batch(
+                leaf if leaf is None else _padded(tensor, leaf, number)
+                for leaf, tensor in zip(self._leaves, tensors, strict=True)
+            )
 
     # What the model takes.
 
     def _start(self, why_not, vocabularies, sizes):
         """Finds values, and a length, with which the model runs at all."""
         usual, is_open = self._pools, any(map(_is_open, self._leaves))
-        lengths = [*_LENGTHS, *(size for size in sizes if size not in _LENGTHS)]
+        lengths = dict.fromkeys([*_LENGTHS, *(size for size in sizes if 3 < size <= _LONGEST)])
         words = [pool for pool in vocabularies if isinstance(pool[0], str)]
         numbers = [pool for pool in vocabularies if not isinstance(pool[0], str)]
         starts = [np.array([""], object), *words], [range(1), range(1, 2), *numbers]
+        of_x = len(tf.nest.flatten(self._structure[0]))
         for start in itertools.product(*starts):
-            of_x = len(tf.nest.flatten(self._structure[0]))
             self._pools = [
                 _first(leaf, start if place < of_x else (range(1),))
                 for place, leaf in enumerate(self._leaves)
@@ -155,8 +155,8 @@ class Synthetic:
         """Has each input take all that it can alone, unless they cannot together."""
         usual = self._pools.copy()
         outputs = tf.nest.flatten(model(self._trial().x, training=False))
-        widths = {output.shape[-1] for output in outputs if output.shape.rank} | {2}
-        number = len(tf.nest.flatten(self._structure[0]))
+        widths = sorted({2} | {t.shape[-1] for t in outputs if t.shape.rank and t.shape[-1] > 1})
+        of_x = len(tf.nest.flatten(self._structure[0]))
         for place, leaf in enumerate(self._leaves):
             if self._pools[place] is None or leaf.dtype.is_bool:
                 continue
@@ -168,12 +168,12 @@ class Synthetic:
             if leaf.dtype == tf.string:
                 others = [*_STRINGS, *vocabularies, *map(_sentences, vocabularies)]
                 ranges = []
-            elif place < number:
+            elif place < of_x:
                 others = [range(-1, 0), *vocabularies]
                 ranges = _longest(takes, [range(size) for size in sizes])
             else:
                 others = []
-                ranges = _longest(takes, [range(size) for size in sizes if size in widths])
+                ranges = _longest(takes, [range(width) for width in widths])
             self._pools[place] = [*ranges, *filter(takes, others)] or self._pools[place]
         if why_not(self._trial()) is not None:
             self._pools = usual
@@ -189,7 +189,8 @@ class Synthetic:
             if pools is None:
                 return _tensor(_floats(random, shape, leaf.dtype, 1.0), leaf)
             values = [*_extremes(pools), *_drawn(random, pools, (32,))]
-            return _tensor(np.resize(np.array(values, object), shape), leaf)
+            dtype = object if leaf.dtype == tf.string else np.int64
+            return _tensor(np.resize(np.array(values, dtype), shape), leaf)
 
         return self._batch(map(tensor, self._leaves, pools or self._pools))
 
@@ -202,6 +203,11 @@ class Synthetic:
 
 def _is_open(leaf):
     return leaf is not None and None in leaf.shape[1:]
+
+
+def _padded(tensor, leaf, number):
+    by = [[0, number if size is None else 0] for size in leaf.shape[1:]]
+    return tf.pad(tensor, [[0, 0], *by], constant_values=tf.zeros((), leaf.dtype))  # or ""
 
 
 def _longest(takes, ranges):
@@ -240,11 +246,12 @@ def _vocabularies(model):
     """What the lookup layers of a model know: sorted arrays of strings or integers."""
     found = {}
     for layer in model._flatten_layers():
-        if hasattr(layer, "get_vocabulary"):
-            words = sorted(set(layer.get_vocabulary()))
+        words = sorted(set(layer.get_vocabulary())) if hasattr(layer, "get_vocabulary") else ()
+        if words:
             words = words[:: -(-len(words) // _WORDS)] or words
-            found[tuple(words)] = np.array(words, object)
-    return [words for words in found.values() if len(words)]
+            dtype = object if isinstance(words[0], str) else np.int64
+            found[tuple(words)] = np.array(words, dtype)
+    return list(found.values())
 
 
 def _sentences(words):
@@ -275,7 +282,7 @@ def _drawn(random, pools, shape):
     """Values of the pools, each as likely as the others."""
     which = random.integers(len(pools), size=shape)
     places = random.integers(np.array([len(pool) for pool in pools])[which])
-    values = np.empty(shape, object)
+    values = np.empty(shape, object if isinstance(pools[0][0], str) else np.int64)
     for number, pool in enumerate(pools):
         of_pool = places[which == number]
         values[which == number] = of_pool + pool.start if isinstance(pool, range) else pool[of_pool]
