@@ -232,8 +232,52 @@ def what_cannot_be_is_refused(strategy):
     assert model.ledger.steps == 0
 
 
+class Average(keras.layers.Layer):
+    def build(self, shape):
+        self.average = self.add_weight(shape=(), name="average", trainable=False)
+
+    def call(self, inputs):
+        self.average.assign(0.9999 * self.average + 1e-4 * keras.ops.mean(inputs))
+        return inputs
+
+
+def models_are_checked(strategy):
+    """Padding to the longest row, and state that takes in the data; or that does not."""
+    signature = tf.TensorSpec([None, DIM]), tf.TensorSpec([1])
+    rows = [(X[: 1 + i % 3], Y[i]) for i in range(12)]
+    padded = tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
+    padded = padded.padded_batch(BATCH, drop_remainder=True)
+    normalized = keras.layers.SpectralNormalization
+    for shape, layer, refused in (
+        ((None, DIM), lambda: keras.layers.GlobalAveragePooling1D(), "sizes of x open"),
+        ((DIM,), lambda: Average(), "average' is updated from the data"),
+        ((DIM,), lambda: normalized(keras.layers.Dense(2)), None),
+    ):
+        with strategy.scope():
+            inputs = keras.Input(shape)
+            model = dp.DPModel(inputs, keras.layers.Dense(1)(layer()(inputs)))
+            model.compile(optimizer()(), "mse", jit_compile=False)
+        if len(shape) == 2:
+            sampling = dp.accounting.Sampling.shuffled(len(rows), BATCH)
+            data = dp.data.assume_sampling(padded, sampling)
+        else:
+            data = dp.data.poisson_batches((X, Y), BATCH, 2)
+        try:
+            model.fit(data, steps_per_epoch=len(rows) // BATCH if len(shape) == 2 else 2, verbose=0)
+        except ValueError as error:
+            assert refused and refused in str(error), error
+        else:
+            assert refused is None, f"not refused: {refused}"
+            assert_same_on_all(strategy, model)
+
+
 MIRRORED = {
-    2: [noise_has_its_scale, every_rule_keeps_replicas_equal, what_cannot_be_is_refused],
+    2: [
+        noise_has_its_scale,
+        every_rule_keeps_replicas_equal,
+        what_cannot_be_is_refused,
+        models_are_checked,
+    ],
     3: [
         steps_are_those_of_one_device,
         public_rows_are_averaged_once,

@@ -504,6 +504,21 @@ def test_state_of_a_loss_that_takes_in_the_data_is_refused(case):
         checked_plan(model, Batch(tf.TensorSpec([None, 3]), spec))
 
 
+def test_state_that_a_gradient_written_by_hand_keeps_is_refused():
+    scale = tf.Variable(1.0, name="scale")
+
+    @tf.custom_gradient
+    def measured(inputs):
+        def backward(upstream):
+            scale.assign(0.99 * scale + 0.01 * tf.reduce_mean(tf.abs(upstream)))
+            return upstream
+
+        return tf.identity(inputs), backward
+
+    model = _dense(layers.Lambda(measured), layers.Dense(3), layers.Lambda(measured))
+    _check(model, _form(3), words="scale.* is updated from the data")
+
+
 def test_what_was_assigned_from_the_data_counts_as_the_data():
     """One variable takes in the batch, a metric, and another what the first holds."""
 

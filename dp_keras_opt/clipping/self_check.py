@@ -64,7 +64,7 @@ def checked_plan(model: keras.Model, batch: Batch) -> Plan:
 
     _build(model, forward, batch)
     eager = model.run_eagerly or tf.config.functions_run_eagerly()
-    assignments = state_changes.check_assignments(model, forward, batch, eager)
+    assignments = _with_tapes(state_changes.check_assignments, model, forward, batch, eager)
     before = state_changes.Snapshot(model, assignments)
     try:
         plan = _checked(model, batch, forward, before)

@@ -1,8 +1,8 @@
-"""What a forward pass assigns to variables, and whether the batch decides what.
+"""What a training step assigns to variables, and whether the batch decides what.
 
 A variable that takes in raw data during training has it without noise, and is saved with the
-model. Whatever its momentum, and however late it begins, the graph of the forward pass shows it:
-each assignment is followed back to what it depends on. What a graph does not show (code that runs
+model. Whatever its momentum, and however late it begins, the graph of a pass shows it: each
+assignment is followed back to what it depends on. What a graph does not show (code that runs
 eagerly, Python inside of a graph) is noticed by its effect, after each execution of the step.
 """
 
@@ -64,7 +64,7 @@ class Assignments(NamedTuple):
 def check_assignments(
     model: keras.Model, forward: Callable[[Any], Any], batch: Any, eager: bool
 ) -> Assignments:
-    """Traces a forward pass, and refuses assignments that depend on the batch.
+    """Traces a forward and a backward pass, and refuses assignments that depend on the batch.
 
     Args:
         model: a built model.
@@ -82,7 +82,9 @@ def check_assignments(
     def run(*tensors):
         rest = iter(tensors)
         given = [None if leaf is None else next(rest) for leaf in tf.nest.flatten(batch)]
-        return forward(tf.nest.pack_sequence_as(batch, given))
+        with tf.GradientTape() as tape:  # a gradient written by hand may assign, too
+            losses = forward(tf.nest.pack_sequence_as(batch, given))
+        return losses, tape.gradient(losses, [v.value for v in model.trainable_variables])
 
     try:
         graph = tf.function(run, autograph=False).get_concrete_function(*specs).graph
@@ -189,12 +191,10 @@ class _Trace:
         key = name, tuple(arguments), decided
         if key not in self._results:
             values = {t.name: value for t, value in zip(graph.inputs, arguments, strict=True)}
-            for operation in graph.get_operations():
-                names = [t.name for t in operation.outputs]
-                if names and values.keys() >= set(names):
-                    continue  # an argument
+            for operation in _in_order(graph):
                 inputs = [values[t.name] for t in operation.inputs]
                 results = self._operation(graph, operation, inputs, decided)
+                names = [t.name for t in operation.outputs]
                 values.update(zip(names, results, strict=True))
             self._results[key] = [values[t.name] for t in graph.outputs]
         return self._results[key]
@@ -249,6 +249,30 @@ class _Trace:
             goes_on = _Value(goes_on.from_batch)
             state = [goes_on.join(*values) for values in zip(before, results, strict=True)]
         return state
+
+
+def _in_order(graph):
+    """The operations of a graph but its placeholders, each after those that give its inputs.
+
+    They are kept in the order in which they were made, and the gradient of a loop gives it inputs
+    that are made later.
+    """
+    known = {t.name for t in graph.inputs}
+    pending = [o for o in graph.get_operations() if not {t.name for t in o.outputs} & known]
+    while pending:
+        later = []
+        for operation in pending:
+            if known.issuperset(t.name for t in operation.inputs):
+                known.update(t.name for t in operation.outputs)
+                yield operation
+            else:
+                later.append(operation)
+        if len(later) == len(pending):
+            raise ValueError(
+                "The graph of the model has loops of TensorFlow 1, of which it cannot be told what "
+                "they assign. Call tf.compat.v1.enable_control_flow_v2()."
+            )
+        pending = later
 
 
 def _argument(tensor, handles):
