@@ -121,7 +121,7 @@ class Synthetic:
         """A batch with its open sizes larger by several numbers, filled as `padded_batch` does."""
         tensors = tf.nest.flatten((batch.x, batch.y, batch.sample_weight))
         length = self.length or 0
-        for number in sorted({1, 3, length, 3 * length, 16}):
+        for number in sorted({1, 2 * length, 16}):
             yield self._batch(
                 leaf if leaf is None else _padded(tensor, leaf, number)
                 for leaf, tensor in zip(self._leaves, tensors, strict=True)
