@@ -447,6 +447,10 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
     The library cannot check that word, and the privacy guarantee rests on it: if the examples get
     into batches in another way, the reported ε is wrong.
 
+    Where rows are padded to the longest of their batch (`padded_batch`), with 0, "" or False, the
+    model must mask the padding; `fit` refuses it otherwise. A fixed length must not be chosen by
+    looking at the data.
+
     Args:
         data: batches as `keras.Model.fit` takes them: a `tf.data.Dataset`, a
             `keras.utils.PyDataset`, or a generator of `(x, y)` or `(x, y, sample_weight)`. For

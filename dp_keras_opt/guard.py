@@ -12,6 +12,7 @@ from dp_keras_opt import checksums, provenance, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.statement import statement
+from dp_keras_opt.clipping import state_changes
 from dp_keras_opt.noise import entropy, resume
 from dp_keras_opt.types import Accountant, Path
 
@@ -30,7 +31,7 @@ class Guard:
     """Mixin over `keras.Model`: checks sampling, schedule and budget, and enters each step.
 
     It reads `optimizer`, `budget` and `_fitting`, and keeps `_ledger`, `_run`, `_stepping`,
-    `_sampling`, `_arrangement`, `_resumed` and `_process`; `_to_run` (how many steps `fit` has still
+    `_sampling`, `_arrangement`, `_resumed` and `_process`; `_to_run` (how many steps `fit` has yet
     to run; None outside of it) and `_out_of_budget`; `_shaped_in` (the run that the weights are
     known to be shaped by) and `_others` (the ledgers of shared weights, as of which record);
     `_learned` (whether loaded weights brought a ledger) and `_unreadable` (why theirs could not be
@@ -156,7 +157,8 @@ class Guard:
             self.train_function = replicas.train_function(self)
         else:
             super().make_train_function(force=True)
-        run, steps, optimizer = self.train_function, self.steps_per_execution, self.optimizer
+        run = state_changes.unchanged(self.train_function, self._hidden_state)
+        steps, optimizer = self.steps_per_execution, self.optimizer
 
         def train_function(iterator):
             if self.optimizer is not optimizer or self.steps_per_execution != steps:

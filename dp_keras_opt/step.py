@@ -109,25 +109,43 @@ class PrivateStep:
 
     def _plan(self, batch):
         """The engines for batches of this form, checked once, before the first step."""
-        leaves = tree.flatten((batch.x, batch.y, batch.sample_weight))
-        shapes = tuple((t.dtype, tuple(t.shape[1:])) for t in leaves if t is not None)
+        form = _form(batch, any_rows=not self._fitting)
+        plan = self._known_plan(form)
+        if plan is None:
+            replicas.without_strategy(self._check, batch, form)
+            plan = self._known_plan(form)  # of other layers than before, where it built the model
+        return plan
 
-        def form():
-            layers = tuple(layer.trainable for layer in self._flatten_layers())
-            return tuple(id(v) for v in self.trainable_variables), layers, shapes
+    def _known_plan(self, form):
+        for (layers, checked), plan in self._plans.items():
+            if layers == self._trained_parts() and _common(checked, form) == checked:
+                return plan
+        return None
 
-        def check():
-            plan = clipping.checked_plan(self, batch)
-            clipping.clip_groups(self, self.optimizer.query())  # names layers that exist
-            loops = any(per_example.has_loops(layer) for layer in plan.general)
-            self._plans[form()] = plan._replace(sequential=bool(self.jit_compile and loops))
-            if self._non_finite is None:
-                count = replicas.count_variable(self.distribute_strategy)
-                object.__setattr__(self, "_non_finite", count)
+    def _trained_parts(self):
+        """What a plan depends on besides the form of the batches."""
+        trained = tuple(layer.trainable for layer in self._flatten_layers())
+        return tuple(id(v) for v in self.trainable_variables), trained
 
-        if form() not in self._plans:
-            replicas.without_strategy(check)
-        return self._plans[form()]  # another form than before, where the check built the model
+    def _check(self, batch, form):
+        """Finds the engines for batches of a form, and shows that they may be used."""
+        if not self._fitting:  # batches of several lengths are batches of an open length
+            for layers, other in self._plans:
+                if layers == self._trained_parts():
+                    form = _common(form, other) or form
+        structure = (batch.x, batch.y, batch.sample_weight)
+        plan = clipping.checked_plan(self, Batch(*tf.nest.pack_sequence_as(structure, form)))
+        clipping.clip_groups(self, self.optimizer.query())  # names layers that exist
+        loops = any(per_example.has_loops(layer) for layer in plan.general)
+        plan = plan._replace(sequential=bool(self.jit_compile and loops))
+        self._plans[self._trained_parts(), form] = plan
+        if self._non_finite is None:
+            count = replicas.count_variable(self.distribute_strategy)
+            object.__setattr__(self, "_non_finite", count)
+
+    def _hidden_state(self):
+        """Variables that must stay as they are, though no graph shows that they do."""
+        return list({id(v): v for plan in self._plans.values() for v in plan.hidden}.values())
 
     def _sums(self, batch, queries, plan):
         """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
@@ -233,6 +251,35 @@ def _as_batch(data, convert=tf.convert_to_tensor):
     x, y, weight, mask, public = _map(convert, (x, y, weight, mask, public))
     mask = tf.cast(mask, tf.bool) if tf.is_tensor(mask) else mask
     return Batch(x, y, weight, mask, public)
+
+
+def _form(batch, any_rows):
+    """The specs of x, y and weights; with `any_rows`, of batches of any number of rows."""
+
+    def spec(tensor):
+        rows = None if any_rows else tensor.shape[0]
+        return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+
+    return tuple(tf.nest.flatten(_map(spec, (batch.x, batch.y, batch.sample_weight))))
+
+
+def _common(form, other):
+    """The form of which batches of two forms are, None if there is none.
+
+    A size that differs is open. How many rows there are counts only as far as it is fixed.
+    """
+
+    def common(one, two):
+        if one is None or two is None:
+            return one
+        inner = [a if a == b else None for a, b in zip(one.shape[1:], two.shape[1:], strict=True)]
+        rows = one.shape[0] if two.shape[0] is not None else None
+        return tf.TensorSpec([rows, *inner], one.dtype)
+
+    def kind(form):
+        return [spec and (spec.dtype, spec.shape.rank) for spec in form]
+
+    return tuple(map(common, form, other)) if kind(form) == kind(other) else None
 
 
 def _clipped_as(size, unit):

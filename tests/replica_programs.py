@@ -232,8 +232,49 @@ def what_cannot_be_is_refused(strategy):
     assert model.ledger.steps == 0
 
 
+class Average(keras.layers.Layer):
+    def build(self, shape):
+        self.average = self.add_weight(shape=(), name="average", trainable=False)
+
+    def call(self, inputs):
+        self.average.assign(0.9999 * self.average + 1e-4 * keras.ops.mean(inputs))
+        return inputs
+
+
+def models_are_checked(strategy):
+    """Padding to the longest row, and state that takes in the data; or that does not."""
+    rows = [(X[: 1 + i % 3], Y[i]) for i in range(2 * BATCH)]
+    signature = tf.TensorSpec([None, DIM]), tf.TensorSpec([1])
+    texts = tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
+    texts = texts.padded_batch(BATCH, drop_remainder=True)
+    padded = dp.data.assume_sampling(texts, dp.accounting.Sampling.shuffled(2 * BATCH, BATCH))
+    normalized = keras.layers.SpectralNormalization
+    for data, shape, layer, words in (
+        (padded, (None, DIM), keras.layers.GlobalAveragePooling1D, "sizes of x open"),
+        (None, (DIM,), Average, "average' is updated from the data"),
+        (None, (DIM,), lambda: normalized(keras.layers.Dense(2)), None),
+    ):
+        with strategy.scope():
+            inputs = keras.Input(shape)
+            model = dp.DPModel(inputs, keras.layers.Dense(1)(layer()(inputs)))
+            model.compile(optimizer()(), "mse", jit_compile=False)
+        data = data or dp.data.poisson_batches((X, Y), BATCH, 2)
+        try:
+            model.fit(data, steps_per_epoch=2, verbose=0)
+        except ValueError as error:
+            assert words and words in str(error), error
+        else:
+            assert words is None, f"not refused: {words}"
+            assert_same_on_all(strategy, model)
+
+
 MIRRORED = {
-    2: [noise_has_its_scale, every_rule_keeps_replicas_equal, what_cannot_be_is_refused],
+    2: [
+        noise_has_its_scale,
+        every_rule_keeps_replicas_equal,
+        what_cannot_be_is_refused,
+        models_are_checked,
+    ],
     3: [
         steps_are_those_of_one_device,
         public_rows_are_averaged_once,

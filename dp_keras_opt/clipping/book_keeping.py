@@ -27,12 +27,14 @@ class Plan(NamedTuple):
         splits: for each call of a `general` layer, which of its arguments have one row per example;
             filled by the self-check, whose batch size nothing else in a model is likely to share.
             None goes by the size of each argument.
+        hidden: variables that code may change which no graph shows; they must stay as they are.
     """
 
     ruled: tuple
     general: tuple
     sequential: bool = False
     splits: dict | None = None
+    hidden: tuple = ()
 
     def demote(self, layers, model):
         """The plan with a slower engine for these layers, where theirs has failed.

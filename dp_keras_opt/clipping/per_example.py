@@ -19,6 +19,9 @@ MEMORY = 2**28
 #: Layers that run their sublayers in a loop: nothing inside can be recorded on its own.
 LOOPS = (keras.layers.RNN, keras.layers.Wrapper)
 
+#: Wrappers that call what they wrap once, on the whole batch, and assign to its weights before.
+ONCE = (keras.layers.SpectralNormalization,)
+
 
 def children(layer):
     """The direct sublayers of a layer or model."""
@@ -33,12 +36,14 @@ def owns_variables(layer):
 
 def is_unit(layer):
     """Whether a layer without a rule is run as a whole, and not sublayer by sublayer."""
-    return isinstance(layer, LOOPS) or owns_variables(layer)
+    in_loop = isinstance(layer, LOOPS) and not isinstance(layer, ONCE)
+    return in_loop or owns_variables(layer)
 
 
 def has_loops(layer):
     """Whether the layer, or one inside it, runs others in a loop; XLA cannot vectorise that."""
-    return any(isinstance(part, LOOPS) for part in layer._flatten_layers())
+    parts = layer._flatten_layers()
+    return any(isinstance(part, LOOPS) and not isinstance(part, ONCE) for part in parts)
 
 
 def max_rows(layers):

@@ -6,6 +6,7 @@ Nothing here looks at the training data: what the check decides would otherwise 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import warnings
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.clipping import book_keeping, per_example, validation
+from dp_keras_opt.clipping import book_keeping, per_example, state_changes, validation
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
+from dp_keras_opt.clipping.lengths import check_lengths, require_length
+from dp_keras_opt.clipping.synthetic import Synthetic
 
 if TYPE_CHECKING:
     from dp_keras_opt.clipping.book_keeping import Plan
@@ -25,6 +28,17 @@ _DRAWS = ((3, 1.0, False), (17, 1.0, False), (17, 1.0, True), (17, 1e3, False), 
 
 #: Rows of the synthetic batch; unlikely as a size of anything else in a model.
 ROWS = 3
+
+#: What a model raises for ids, words or sizes that it has no place for.
+_DOES_NOT_RUN = (
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    tf.errors.OpError,
+)
 
 
 def checked_plan(model: keras.Model, batch: Batch) -> Plan:
@@ -39,26 +53,72 @@ def checked_plan(model: keras.Model, batch: Batch) -> Plan:
         example at a time; a warning then names the variables.
 
     Raises:
-        ValueError: the model mixes examples, or no engine reproduces its gradients.
+        ValueError: the model mixes examples, keeps what it saw of them, or changes what a row gives
+            with the length of its batch; or no engine reproduces its gradients.
     """
     validation.validate(model)
-    generator = np.random.default_rng(0)
 
-    def forward(rows):
-        y_pred = model(rows.x, training=True)
-        if model._compile_metrics is not None and not model._compile_metrics.built:
-            model._compile_metrics.build(rows.y, y_pred)  # a later build would be in the trace
+    def forward(rows, training=True):
+        y_pred = model(rows.x, training=training)
         return model.per_example_losses(rows.y, y_pred, rows.sample_weight)
 
+    _build(model, forward, batch)
+    eager = model.run_eagerly or tf.config.functions_run_eagerly()
+    assignments = _with_tapes(state_changes.check_assignments, model, forward, batch, eager)
+    before = state_changes.Snapshot(model, assignments)
+    try:
+        plan = _checked(model, batch, forward, before)
+    finally:
+        before.put_back()
+    return plan._replace(hidden=tuple(assignments.hidden))
+
+
+def _build(model, forward, batch):
+    """Makes what the first call makes: a later one would be in the trace of a step."""
+    metrics = model._compile_metrics
+    built = all(layer.built for layer in model._flatten_layers())
+    if built and (metrics is None or metrics.built):
+        return
+    synthetic, _ = Synthetic(batch).pair(np.random.default_rng(0), ROWS)
+    before = state_changes.Snapshot(model)
+    forward(synthetic)  # building calls layers more often, and makes variables and layers
+    if metrics is not None and not metrics.built:
+        metrics.build(synthetic.y, model(synthetic.x, training=True))
+    before.put_back()
+    validation.validate(model)
+
+
+def _checked(model, batch, forward, before):
+    """`checked_plan`, once the model is built and its state is known to be none of the data's."""
+
+    def why_not(rows):
+        before.put_back()
+        try:
+            losses = np.asarray(forward(rows))
+        except _DOES_NOT_RUN as error:
+            return f"{type(error).__name__}: {error}"
+        return None if np.isfinite(losses).all() else "its loss is not finite"
+
+    synthetic = Synthetic(batch)
+    synthetic.widen(model, why_not)
+    require_length(synthetic)
+    random = np.random.default_rng(0)
+    narrow, wide = (_usable(synthetic, random, why_not, wide) for wide in (False, True))
+    is_random = validation.is_random(model, forward, wide, before)
+
+    def losses_of(rows):
+        before.put_back()
+        return forward(rows, training=not is_random)
+
+    _with_tapes(check_lengths, model, losses_of, why_not, synthetic, wide)
     for rows, magnitude, outlier in _DRAWS:
         for row in (0, rows - 1):
-            drawn = _synthetic_batches(batch, generator, rows, row, magnitude, outlier)
-            synthetic, changed = drawn
-            validation.check_independence(model, forward, synthetic, changed, row)
-    synthetic, _ = _synthetic_batches(batch, generator)
+            drawn = synthetic.pair(random, rows, row, magnitude, outlier)
+            validation.check_independence(model, forward, *drawn, row, before)
+    compare = functools.partial(_compare, model, (narrow, wide), is_random, before)
     plan = book_keeping.plan(model)
     while True:
-        wrong, layers, reason = _failures(model, synthetic, plan)
+        wrong, layers, reason = _failures(model, compare, plan)
         if not layers:
             return plan
         if plan.general == (model,):
@@ -76,40 +136,63 @@ def checked_plan(model: keras.Model, batch: Batch) -> Plan:
             )
 
 
-def _failures(model, batch, plan):
-    """Where the engines fail: (paths of variables, the planned layers they belong to, how)."""
-    # In a thread of its own: while a training step is traced, `tf.init_scope` pauses the gradient
-    # tapes of this one, all gradients would be None, and any plan would look right.
+def _usable(synthetic, random, why_not, wide):
+    """A batch with finite losses, if that can be had: where masks are, not all may be masked."""
+    for _ in range(20):
+        batch, _ = synthetic.pair(random, ROWS, wide=wide)
+        if why_not(batch) is None:
+            break
+    return batch
+
+
+def _with_tapes(function, *args):
+    """Calls a function in a thread of its own.
+
+    While a training step is traced, `tf.init_scope` pauses the gradient tapes of this thread, all
+    gradients would be None, and any plan would look right.
+    """
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        try:
-            # Vectorizing a loop takes tens of seconds outside of a traced function.
-            loops = any(per_example.has_loops(layer) for layer in plan.general)
-            asked = plan._replace(sequential=loops)
-            wrong = pool.submit(_compare, model, batch, asked).result()
-        except CallFailed as failure:
-            paths = [variable.path for variable in failure.layer.trainable_variables]
-            return paths, [failure.layer], str(failure)
+        return pool.submit(function, *args).result()
+
+
+def _failures(model, compare, plan):
+    """Where the engines fail: (paths of variables, the planned layers they belong to, how)."""
+    try:
+        # Vectorizing a loop takes tens of seconds outside of a traced function.
+        loops = any(per_example.has_loops(layer) for layer in plan.general)
+        wrong = _with_tapes(compare, plan._replace(sequential=loops))
+    except CallFailed as failure:
+        paths = [variable.path for variable in failure.layer.trainable_variables]
+        return paths, [failure.layer], str(failure)
     planned = (*plan.ruled, *plan.general)
     layers = [p for p in planned if any(v.path in wrong for v in p.trainable_variables)]
     layers = layers or [model] * bool(wrong)
     return wrong, layers, "the sum of their gradients is not that of the batch"
 
 
-def _compare(model, batch, plan):
+def _compare(model, batches, is_random, before, plan):
+    narrow, wide = batches
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     # Large gradients too: a backward pass may bound those of the batch as a whole.
-    scales, tolerance = ((1.0,), 0.1) if half else ((1.0, 1e4), 1e-3)
-    wrong = [path for s in scales for path in _compare_at(model, batch, plan, s, tolerance)]
+    cases, tolerance = [(1.0, narrow), (1.0, wide)], 0.1
+    if not half:
+        cases, tolerance = [(1.0, narrow), (1e4, wide)], 1e-3
+    wrong = [
+        path
+        for scale, batch in cases
+        for path in _compare_at(model, batch, plan, scale, tolerance, is_random, before)
+    ]
     return list(dict.fromkeys(wrong))
 
 
-def _compare_at(model, batch, plan, scale, tolerance):
+def _compare_at(model, batch, plan, scale, tolerance, is_random, before):
     """`_compare` with the loss scaled up, and the gradients scaled down again."""
     variables = model.trainable_variables
+    before.put_back()
     with tf.GradientTape(persistent=True) as tape:
         losses, _, factors = per_example_gradients(model, batch, plan, scale)
-        # With random layers only the same pass has the same masks.
-        if not validation.has_random_layers(model):
+        if not is_random:  # otherwise only the same pass has the same masks
+            before.put_back()
             y_pred = model(batch.x, training=True)
             losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
     wrong, any_gradient = [], False
@@ -129,34 +212,3 @@ def _compare_at(model, batch, plan, scale, tolerance):
     if variables and not any_gradient:
         raise ValueError("The loss depends on no trainable variable: there is nothing to train.")
     return wrong
-
-
-def _synthetic_batches(batch, generator, rows=ROWS, row=0, magnitude=1.0, outlier=False):
-    """Two batches that differ in one row, shaped like `batch`.
-
-    Floats are of the given magnitude, of both signs above 1; with `outlier` those of the changed
-    row are a million times larger.
-    """
-
-    def synthetic(tensor):
-        if tensor is None:
-            return None, None
-        shape = (rows, *(size or 2 for size in tensor.shape[1:]))
-        if tensor.dtype == tf.string:
-            return tf.fill(shape, ""), tf.fill(shape, "")
-        if tensor.dtype.is_integer or tensor.dtype.is_bool:
-            values = generator.integers(0, 2, shape).astype(tensor.dtype.as_numpy_dtype)
-            changed = values.copy()
-            changed[row] = 1 - changed[row].astype(np.int64)
-        else:
-            low = 0.1 if magnitude <= 1 else -magnitude
-            values = generator.uniform(low, magnitude, shape).astype(tensor.dtype.as_numpy_dtype)
-            changed = values.copy()
-            changed[row] = generator.uniform(low, magnitude, shape[1:])
-            if outlier:
-                changed[row] *= 1e6 if tensor.dtype.size > 2 else 1e3
-        return tf.constant(values), tf.constant(changed)
-
-    structure = (batch.x, batch.y, batch.sample_weight)
-    pairs = [synthetic(tensor) for tensor in tf.nest.flatten(structure)]
-    return tuple(Batch(*tf.nest.pack_sequence_as(structure, [p[i] for p in pairs])) for i in (0, 1))

@@ -1,6 +1,7 @@
 """What cannot be private, by name, with the fix."""
 
 import math
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -104,62 +105,59 @@ def _without_batch_statistics(layer):
     return layer.__class__.from_config(layer.get_config())
 
 
-def check_independence(model, forward, batch, changed, row):
+def check_independence(model, forward, batch, changed, row, before):
     """Runs the model on batches that differ in one row, and on single rows, and compares.
 
     A test and not a proof: mixing that no synthetic batch provokes is not seen.
 
     Args:
-        model: the model.
-        forward: function of a batch that returns the losses (B,), in training mode.
+        model: a built model.
+        forward: function (batch, training=True) that returns the losses (B,).
         batch, changed: synthetic batches that differ in one row.
         row: the place of that row.
+        before: the `Snapshot` of the model's state at which each pass is to begin.
 
     Raises:
         ValueError: the outputs of a layer, or the losses, of other rows changed, or are others for
-            a row alone; a variable took a value that depends on the data; or a layer adds a loss
-            that depends on the data.
+            a row alone; or a layer adds a loss that depends on the data.
     """
-    if not all(layer.built for layer in model._flatten_layers()):
-        forward(batch)  # building calls layers more often, and makes variables and layers
-        validate(model)
-    first, second = _observe(model, forward, batch), _observe(model, forward, changed)
     rows = keras.tree.flatten(batch.x)[0].shape[0]
+    first = _observe(model, forward, batch, before)
+    second = _observe(model, forward, changed, before)
     if first.losses.shape != (rows,):
         raise ValueError(
             MIXING.format(what="The loss", fix="Return one value per example, without the mean.")
         )
-    for (name, before), (_, after) in zip(first.outputs, second.outputs, strict=False):
-        same_rows = before.shape == after.shape and before.shape[:1] == (rows,)
-        if same_rows and not _equal(*(np.delete(t, row, axis=0) for t in (before, after))):
+    for (name, one), (_, other) in zip(first.outputs, second.outputs, strict=False):
+        same_rows = one.shape == other.shape and one.shape[:1] == (rows,)
+        if same_rows and not _equal(*(np.delete(t, row, axis=0) for t in (one, other))):
             _refuse_layer(name)
     if not _equal(np.delete(first.losses, row), np.delete(second.losses, row)):
         raise ValueError(MIXING.format(what="The loss", fix=_FIX))
-    if not has_random_layers(model):  # a row alone would get other random numbers
-        single = tf.nest.map_structure(lambda t: None if t is None else t[row : row + 1], batch)
-        alone = _observe(model, forward, single)
-        for (name, before), (_, after) in zip(first.outputs, alone.outputs, strict=False):
-            same = before.shape[:1] == (rows,) and after.shape == (1, *before.shape[1:])
-            if same and not _equal(before[row : row + 1], after):
-                _refuse_layer(name)
-        if not _equal(first.losses[row : row + 1], alone.losses):
-            raise ValueError(MIXING.format(what="The loss", fix=_FIX))
-    for path, before, after in zip(first.paths, first.states, second.states, strict=True):
-        if not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
-            raise ValueError(
-                f"Variable '{path}' is updated from the data during training, without noise, and "
-                "is saved with the model. Remove the layer that does so, or freeze it."
-            )
-    if first.added:
+    added, training = first.added, not first.is_random
+    if not training:  # a row alone would get other random numbers
+        first = _observe(model, forward, batch, before, training)
+    single = tf.nest.map_structure(lambda t: None if t is None else t[row : row + 1], batch)
+    alone = _observe(model, forward, single, before, training)
+    for (name, one), (_, other) in zip(first.outputs, alone.outputs, strict=False):
+        same = one.shape[:1] == (rows,) and other.shape == (1, *one.shape[1:])
+        if same and not _equal(one[row : row + 1], other):
+            _refuse_layer(name)
+    if not _equal(first.losses[row : row + 1], alone.losses):
+        raise ValueError(MIXING.format(what="The loss", fix=_FIX))
+    if added:
         raise ValueError(
-            f"Layer '{first.added[0]}' calls add_loss with a loss that depends on the data, which "
+            f"Layer '{added[0]}' calls add_loss with a loss that depends on the data, which "
             "cannot be split into the examples' own losses. Put it into the loss function."
         )
 
 
-def has_random_layers(model):
-    """Whether some layer draws random numbers."""
-    return any(getattr(layer, "_seed_generators", ()) for layer in model._flatten_layers())
+def is_random(model, forward, batch, before):
+    """Whether a pass in training mode draws random numbers: whether it moves a generator on.
+
+    Having a generator says nothing; recurrent layers have one without any dropout.
+    """
+    return _observe(model, forward, batch, before).is_random
 
 
 def _refuse_layer(name):
@@ -174,20 +172,18 @@ _FIX = (
 )
 
 
-class _Observation:
-    """What one forward pass in training mode did; the model's state is put back afterwards."""
+class _Observation(NamedTuple):
+    """What one forward pass did."""
 
-    def __init__(self, model, losses, outputs):
-        self.losses = losses
-        self.outputs = outputs
-        self.paths = [v.path for v in model.non_trainable_variables]
-        self.states = [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
-        self.added = [layer.name for layer in model._flatten_layers() if layer._losses]
+    losses: np.ndarray
+    outputs: list  # (name of a layer, an argument or result of its call)
+    added: list  # names of layers that added a loss
+    is_random: bool
 
 
-def _observe(model, forward, batch):
-    states = [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
-    outputs = []
+def _observe(model, forward, batch, before, training=True):
+    before.put_back()
+    outputs, seeds = [], _seeds(model)
     leaves = [
         layer
         for layer in model._flatten_layers(include_self=False)
@@ -197,20 +193,28 @@ def _observe(model, forward, batch):
     for layer in leaves:
         object.__setattr__(layer, "call", _observed(layer.name, layer.call, outputs))
     try:
-        losses = np.asarray(forward(batch))
-        return _Observation(model, losses, outputs)
+        losses = np.asarray(forward(batch, training))
+        added = [layer.name for layer in model._flatten_layers() if layer._losses]
+        return _Observation(losses, outputs, added, _seeds(model) != seeds)
     finally:
         for layer, _ in restore:
             object.__delattr__(layer, "call")
-        for variable, state in zip(model.non_trainable_variables, states, strict=True):
-            variable.assign(state)
+
+
+def _seeds(model):
+    """The states of the generators of random numbers."""
+    return [
+        np.asarray(generator.state).tolist()
+        for layer in model._flatten_layers()
+        for generator in getattr(layer, "_seed_generators", ())
+    ]
 
 
 def _observed(name, call, outputs):
     def observed(*args, **kwargs):
         result = call(*args, **kwargs)
         for leaf in keras.tree.flatten((args, kwargs, result)):
-            if hasattr(leaf, "numpy"):
+            if isinstance(leaf, tf.Tensor) and hasattr(leaf, "numpy"):  # not ragged, not symbolic
                 outputs.append((name, leaf.numpy()))
         return result
 

@@ -1,0 +1,350 @@
+"""What a training step assigns to variables, and whether the batch decides what.
+
+A variable that takes in raw data during training has it without noise, and is saved with the
+model. Whatever its momentum, and however late it begins, the graph of a pass shows it: each
+assignment is followed back to what it depends on. What a graph does not show (code that runs
+eagerly, Python inside of a graph) is noticed by its effect, after each execution of the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+#: Operations that take a resource and leave it as it is.
+_READS = {
+    "Identity",
+    "IdentityN",
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VariableShape",
+    "VarIsInitializedOp",
+    "IsResourceInitialized",
+    "LookupTableExportV2",
+    "LookupTableFindV2",
+    "LookupTableSizeV2",
+    "Shape",
+}
+#: Operations that move a generator of random numbers on. It then counts draws, and holds no data.
+_DRAWS = {
+    "RngReadAndSkip",
+    "RngSkip",
+    "StatefulStandardNormalV2",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+    "StatefulUniformFullInt",
+    "StatefulUniformInt",
+}
+_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
+#: What Python code raises that needs values and is given symbolic tensors.
+_NEEDS_VALUES = (AttributeError, RuntimeError, TypeError, ValueError, tf.errors.OpError)
+
+
+class Assignments(NamedTuple):
+    """What a forward pass assigns to.
+
+    Attributes:
+        changed: (handle, dtype) of each variable that it may change; those of a batch's making are
+            refused, so these depend on weights, seeds and counters alone, or are metrics.
+        complete: whether a graph shows all that it may change.
+        hidden: variables of layers that other code may change, where it does not.
+    """
+
+    changed: list
+    complete: bool
+    hidden: list
+
+
+def check_assignments(
+    model: keras.Model, forward: Callable[[Any], Any], batch: Any, eager: bool
+) -> Assignments:
+    """Traces a forward and a backward pass, and refuses assignments that depend on the batch.
+
+    Args:
+        model: a built model.
+        forward: function of a batch that gives its losses, in training mode.
+        batch: a structure of tensors or `TensorSpec`s, of which only these are read.
+        eager: whether training will run eagerly, so that code may do what no graph shows.
+
+    Raises:
+        ValueError: a variable, or a table, takes a value that depends on the batch, or on how many
+            rows it has.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def run(*tensors):
+        rest = iter(tensors)
+        given = [None if leaf is None else next(rest) for leaf in tf.nest.flatten(batch)]
+        with tf.GradientTape() as tape:  # a gradient written by hand may assign, too
+            losses = forward(tf.nest.pack_sequence_as(batch, given))
+        return losses, tape.gradient(losses, [v.value for v in model.trainable_variables])
+
+    try:
+        graph = tf.function(run, autograph=False).get_concrete_function(*specs).graph
+    except _NEEDS_VALUES:
+        if not eager:  # training would fail in the same way
+            raise
+        return Assignments([], False, _state(model))
+    trace = _Trace(graph)
+    names = {id(h): v.path for v in model.variables for h in _handles(v)}
+    names.update((id(v.handle), v.name) for v in graph.variables if id(v.handle) not in names)
+    metrics = {id(handle) for v in _metrics_and_seeds(model) for handle in _handles(v)}
+    for handle, operations in trace.reached.items():
+        for operation in operations if handle not in metrics else ():
+            if operation.type not in _DRAWS:
+                _refuse(names.get(handle), operation)
+    shown = {id(handle) for handle in trace.written}
+    changed = [(h, _dtype(h)) for h in trace.written if _dtype(h) is not None]
+    complete = not (eager or trace.has_python)
+    state = [] if complete else _state(model)
+    hidden = [v for v in state if not shown.intersection(id(h) for h in _handles(v))]
+    return Assignments(changed, complete, hidden)
+
+
+def _refuse(name, operation):
+    what = f"Variable '{name}'" if name else f"What the operation '{operation.name}' writes to"
+    raise ValueError(
+        f"{what} is updated from the data during training ({operation.type}), without clipping and "
+        "noise, so that it reveals examples whatever ε says. Remove the layer (or the part of the "
+        "loss) that does so, freeze it, or compute its values from public data beforehand. Values "
+        "may depend on weights, random seeds and counts of steps, but not on the rows of a batch "
+        "nor on their number."
+    )
+
+
+def _metrics_and_seeds(model):
+    for layer in model._flatten_layers():
+        for metric in getattr(layer, "_metrics", ()):
+            yield from metric.variables
+        yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
+    yield from model.metrics_variables
+
+
+def _state(model):
+    """Variables that layers made for other things than weights, metrics and seeds."""
+    known = {id(v) for v in _metrics_and_seeds(model)}
+    known.update(id(v) for v in model.trainable_variables)
+    found = []
+    for layer in model._flatten_layers():
+        own = [v for v in layer._trackable_children().values() if isinstance(v, tf.Variable)]
+        found += [v for v in (*layer._non_trainable_variables, *own) if id(v) not in known]
+    return list({id(v): v for v in found}.values())
+
+
+def _handles(variable):
+    """The resources of a variable: one, or one a replica."""
+    value = getattr(variable, "_value", variable)  # of a Keras variable
+    return [part.handle for part in getattr(value, "values", (value,))]
+
+
+def _dtype(handle):
+    """The dtype of the variable behind a handle, None for a table."""
+    data = getattr(handle, "_handle_data", None)
+    return tf.dtypes.as_dtype(data.shape_and_type[0].dtype) if data and data.is_set else None
+
+
+class _Value(NamedTuple):
+    """What a tensor may hold: something of the batch, and which resources it may stand for."""
+
+    from_batch: bool = False
+    resources: frozenset = frozenset()
+
+    def join(self, *others):
+        """What one of these, or something made of them, may hold."""
+        from_batch = self.from_batch or any(value.from_batch for value in others)
+        return _Value(from_batch, self.resources.union(*(value.resources for value in others)))
+
+
+_CONSTANT = _Value()
+
+
+class _Trace:
+    """Follows the placeholders of a traced function through its operations.
+
+    Attributes:
+        reached: from each resource that depends on them, to the operations that wrote it so.
+        written: the handles that some operation writes to.
+        has_python: whether Python code runs inside of the graph.
+    """
+
+    def __init__(self, graph):
+        self.reached, self.has_python = {}, False
+        self._changed, self._results = set(), {}
+        handles = {inner.name: outer for outer, inner in graph.captures}
+        arguments = [_argument(t, handles) for t in graph.inputs]
+        before = None
+        while before != len(self.reached):  # what was assigned from the batch counts as the batch
+            before = len(self.reached)
+            self._results.clear()
+            self._function("", graph, arguments, False)
+        self.written = [handle for handle in handles.values() if id(handle) in self._changed]
+
+    def _function(self, name, graph, arguments, decided):
+        """What a function returns. `decided`: whether the batch decides that it runs."""
+        key = name, tuple(arguments), decided
+        if key not in self._results:
+            values = {t.name: value for t, value in zip(graph.inputs, arguments, strict=True)}
+            for operation in _in_order(graph):
+                inputs = [values[t.name] for t in operation.inputs]
+                results = self._operation(graph, operation, inputs, decided)
+                names = [t.name for t in operation.outputs]
+                values.update(zip(names, results, strict=True))
+            self._results[key] = [values[t.name] for t in graph.outputs]
+        return self._results[key]
+
+    def _operation(self, graph, operation, inputs, decided):
+        called = {name: graph._get_function(name) for name in _functions(operation)}
+        if called and None not in called.values():
+            functions = [(name, function.graph) for name, function in called.items()]
+            return self._call(operation, functions, inputs, decided)
+        self.has_python |= operation.type in _PYTHON or bool(called)
+        both = _CONSTANT.join(*inputs)
+        if both.resources and operation.type not in _READS and "Summary" not in operation.type:
+            self._changed |= both.resources
+            if both.from_batch or decided:
+                for resource in both.resources:
+                    self.reached.setdefault(resource, []).append(operation)
+        if not inputs:  # a variable or table that is made, or found by its name, in the graph
+            both = _Value(resources=frozenset([operation.name]))
+        read = _Value(both.from_batch or not both.resources.isdisjoint(self.reached))
+        return [
+            both.join(read) if t.dtype in (tf.resource, tf.variant) else read
+            for t in operation.outputs
+        ]
+
+    def _call(self, operation, functions, inputs, decided):
+        if operation.type in ("While", "StatelessWhile"):
+            return self._loop(operation, dict(functions), inputs, decided)
+        if operation.type in ("If", "StatelessIf", "Case", "StatelessCase"):
+            which, *inputs = inputs
+            results = [self._function(*f, inputs, decided or which.from_batch) for f in functions]
+            which = _Value(which.from_batch)
+            return [which.join(*outcomes) for outcomes in zip(*results, strict=True)]
+        if len(functions) == 1 and len(functions[0][1].inputs) == len(inputs):
+            results = self._function(*functions[0], inputs, decided)
+            if len(results) == len(operation.outputs):
+                return results
+        both = _CONSTANT.join(*inputs)  # another way of calling: anything may go anywhere
+        for name, graph in functions:
+            arguments = [both] * len(graph.inputs)
+            both = both.join(*self._function(name, graph, arguments, decided or both.from_batch))
+        return [both] * len(operation.outputs)
+
+    def _loop(self, operation, functions, state, decided):
+        names = [operation.get_attr(part).name for part in ("cond", "body")]
+        condition, body = ((name, functions[name]) for name in names)
+        before = None
+        while state != before:
+            before = state
+            (goes_on,) = self._function(*condition, state, decided)
+            decided |= goes_on.from_batch
+            results = self._function(*body, state, decided)
+            goes_on = _Value(goes_on.from_batch)
+            state = [goes_on.join(*values) for values in zip(before, results, strict=True)]
+        return state
+
+
+def _in_order(graph):
+    """The operations of a graph but its placeholders, each after those that give its inputs.
+
+    They are kept in the order in which they were made, and the gradient of a loop gives it inputs
+    that are made later.
+    """
+    known = {t.name for t in graph.inputs}
+    pending = [o for o in graph.get_operations() if not {t.name for t in o.outputs} & known]
+    while pending:
+        later = []
+        for operation in pending:
+            if known.issuperset(t.name for t in operation.inputs):
+                known.update(t.name for t in operation.outputs)
+                yield operation
+            else:
+                later.append(operation)
+        if len(later) == len(pending):
+            raise ValueError(
+                "The graph of the model has loops of TensorFlow 1, of which it cannot be told what "
+                "they assign. Call tf.compat.v1.enable_control_flow_v2()."
+            )
+        pending = later
+
+
+def _argument(tensor, handles):
+    """A placeholder: of the batch, or what a captured tensor stands for."""
+    if tensor.name not in handles:
+        return _Value(from_batch=True)
+    held = tensor.dtype in (tf.resource, tf.variant)
+    return _Value(resources=frozenset([id(handles[tensor.name])])) if held else _CONSTANT
+
+
+def _functions(operation):
+    """Names of the functions that an operation calls."""
+    names = []
+    for attribute in operation.node_def.attr.values():
+        if attribute.HasField("func"):
+            names.append(attribute.func.name)
+        names += [function.name for function in attribute.list.func]
+    return [name for name in names if name]
+
+
+# Putting back, and comparing.
+
+
+class Snapshot:
+    """The values of variables, to be put back."""
+
+    def __init__(self, model, assignments=None):
+        """
+        Args:
+            model: whose variables.
+            assignments: what its forward pass changes; all variables where that is not known.
+        """
+        self._handles = [] if assignments is None else assignments.changed
+        complete = assignments is not None and assignments.complete
+        self._variables = [] if complete else model.variables
+        self._values = [tf.raw_ops.ReadVariableOp(resource=h, dtype=d) for h, d in self._handles]
+        self._numbers = [keras.ops.convert_to_numpy(v) for v in self._variables]
+
+    def put_back(self) -> None:
+        for (handle, _), value in zip(self._handles, self._values, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        for variable, number in zip(self._variables, self._numbers, strict=True):
+            variable.assign(number)
+
+
+def unchanged(run: Callable[..., Any], variables: Callable[[], list]) -> Callable[..., Any]:
+    """`run`, which raises a ValueError where it has changed a variable that must stay as it is.
+
+    Args:
+        run: the function.
+        variables: function that gives these variables.
+    """
+
+    def digest(variable):
+        return hashlib.sha256(np.asarray(variable).tobytes()).digest()
+
+    def checked(*args):
+        before = [(variable, digest(variable)) for variable in variables()]
+        try:
+            return run(*args)
+        finally:
+            for variable, old in before:
+                if digest(variable) != old:
+                    _refuse_change(getattr(variable, "path", variable.name))
+
+    return checked
+
+
+def _refuse_change(name):
+    raise ValueError(
+        f"Variable '{name}' was changed by a training step, in code that no graph shows, so that "
+        "it cannot be told from what. If from the data, it reveals examples whatever ε says: it "
+        "has no noise, and is saved with the model. Remove the layer that does so, freeze it, or "
+        "change the variable by operations of Keras or TensorFlow alone."
+    )
