@@ -167,7 +167,11 @@ class PrivateStep:
             return index + 1, tf.nest.map_structure(tf.add, sums, sums_of(*chunks(index)))
 
         first = sums_of(*chunks(0))
-        return tf.while_loop(lambda index, _: index < count, add_next, (1, first))[1]
+        once = [tf.convert_to_tensor(variable) for variable in plan.moving]
+        sums = tf.while_loop(lambda index, _: index < count, add_next, (1, first))[1]
+        for variable, value in zip(plan.moving, once, strict=True):
+            variable.assign(value)  # it is saved, and would tell how many rows the batches had
+        return sums
 
     def _chunk_sums(self, batch, queries, plan):
         scale = FLOAT16_LOSS_SCALE if self.compute_dtype == "float16" else 1.0

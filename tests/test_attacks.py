@@ -122,3 +122,48 @@ def test_a_matrix_comes_back_from_its_configuration_to_the_last_bit(seed):
     rng = np.random.default_rng(seed)
     mechanism = dp.noise.from_matrix(np.tril(rng.uniform(0.1, 1, (20, 20))))
     assert type(mechanism).from_config(mechanism.get_config()) == mechanism
+
+
+class CountsCalls(keras.layers.Layer):
+    """A counter that is saved, as an annealed weight of a loss has."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        return inputs
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+def test_seeds_and_counters_do_not_tell_how_large_batches_were(options):
+    """They are saved with the model, and would advance once for each block of a draw."""
+    states = []
+    for batch_size in (8, 64):
+        inputs = keras.Input((3,))
+        hidden = CountsCalls()(keras.layers.Dropout(0.5, seed=1)(inputs))
+        model = dp.DPModel(inputs, keras.layers.Dense(1)(hidden))
+        optimizer = dp.optimizers.DPSGD(
+            0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=batch_size
+        )
+        model.compile(optimizer, "mse", **options)
+        data = np.zeros((80, 3)), np.zeros((80, 1))
+        batches = dp.data.poisson_batches(data, batch_size, 5, physical_batch_size=8)
+        model.fit(batches, epochs=2, verbose=0)
+        assert float(model.layers[2].calls) == 10
+        states.append(np.array(model.layers[1].seed_generator.state))
+    np.testing.assert_array_equal(*states)
+
+
+def test_blocks_of_a_batch_have_masks_of_their_own():
+    """Though seeds advance once a step: within a step they go on from block to block."""
+    inputs = keras.Input((1000,))
+    model = dp.DPModel(inputs, keras.layers.Dropout(0.5, seed=1)(keras.layers.Dense(1000)(inputs)))
+    model.layers[1].set_weights([np.zeros((1000, 1000)), np.ones(1000)])
+    optimizer = dp.optimizers.DPSGD(1.0, clip_norm=1e9, noise_multiplier=0.0, batch_size=2)
+    model.compile(optimizer, lambda y, y_pred: tf.reduce_sum(y_pred, axis=-1))
+    data = tf.data.Dataset.from_tensors((np.zeros((2, 1000), "float32"), np.zeros((2, 1))))
+    model.compile(optimizer, model.loss, physical_batch_size=1)
+    model.fit(dp.data.assume_sampling(data, dp.accounting.Sampling.full(2)), verbose=0)
+    moved = 1 - model.layers[1].get_weights()[1]  # 2·(kept by the first + by the second)/2
+    assert set(np.round(moved).astype(int)) == {0, 1, 2} and 0.4 < np.mean(moved == 1) < 0.6

@@ -28,6 +28,7 @@ class Plan(NamedTuple):
             filled by the self-check, whose batch size nothing else in a model is likely to share.
             None goes by the size of each argument.
         hidden: variables that code may change which no graph shows; they must stay as they are.
+        moving: variables that every pass moves on, such as seeds and counters.
     """
 
     ruled: tuple
@@ -35,6 +36,7 @@ class Plan(NamedTuple):
     sequential: bool = False
     splits: dict | None = None
     hidden: tuple = ()
+    moving: tuple = ()
 
     def demote(self, layers, model):
         """The plan with a slower engine for these layers, where theirs has failed.

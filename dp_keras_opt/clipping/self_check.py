@@ -70,7 +70,7 @@ def checked_plan(model: keras.Model, batch: Batch) -> Plan:
         plan = _checked(model, batch, forward, before)
     finally:
         before.put_back()
-    return plan._replace(hidden=tuple(assignments.hidden))
+    return plan._replace(hidden=tuple(assignments.hidden), moving=tuple(assignments.moving))
 
 
 def _build(model, forward, batch):

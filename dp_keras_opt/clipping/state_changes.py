@@ -54,11 +54,13 @@ class Assignments(NamedTuple):
             refused, so these depend on weights, seeds and counters alone, or are metrics.
         complete: whether a graph shows all that it may change.
         hidden: variables of layers that other code may change, where it does not.
+        moving: variables, metrics apart, that every pass moves on, such as seeds and counters.
     """
 
     changed: list
     complete: bool
     hidden: list
+    moving: list
 
 
 def check_assignments(
@@ -91,13 +93,14 @@ def check_assignments(
     except _NEEDS_VALUES:
         if not eager:  # training would fail in the same way
             raise
-        return Assignments([], False, _state(model))
+        return Assignments([], False, _state(model), seeds(model))
     trace = _Trace(graph)
     names = {id(h): v.path for v in model.variables for h in _handles(v)}
     names.update((id(v.handle), v.name) for v in graph.variables if id(v.handle) not in names)
-    metrics = {id(handle) for v in _metrics_and_seeds(model) for handle in _handles(v)}
+    metrics = {id(handle) for v in _metrics(model) for handle in _handles(v)}
+    free = metrics | {id(handle) for v in seeds(model) for handle in _handles(v)}
     for handle, operations in trace.reached.items():
-        for operation in operations if handle not in metrics else ():
+        for operation in operations if handle not in free else ():
             if operation.type not in _DRAWS:
                 _refuse(names.get(handle), operation)
     shown = {id(handle) for handle in trace.written}
@@ -105,7 +108,11 @@ def check_assignments(
     complete = not (eager or trace.has_python)
     state = [] if complete else _state(model)
     hidden = [v for v in state if not shown.intersection(id(h) for h in _handles(v))]
-    return Assignments(changed, complete, hidden)
+    known = {id(h) for v in model.variables for h in _handles(v)}
+    others = [v for v in graph.variables if id(v.handle) not in known | metrics]  # of a loss
+    moved = [v for v in (*model.variables, *others) if shown.intersection(map(id, _handles(v)))]
+    moving = {id(v): v for v in (*seeds(model), *moved)}  # an engine may move more seeds on
+    return Assignments(changed, complete, hidden, list(moving.values()))
 
 
 def _refuse(name, operation):
@@ -119,17 +126,20 @@ def _refuse(name, operation):
     )
 
 
-def _metrics_and_seeds(model):
-    for layer in model._flatten_layers():
-        for metric in getattr(layer, "_metrics", ()):
-            yield from metric.variables
-        yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
-    yield from model.metrics_variables
+def _metrics(model):
+    own = [m for layer in model._flatten_layers() for m in getattr(layer, "_metrics", ())]
+    return [*model.metrics_variables, *(v for metric in own for v in metric.variables)]
+
+
+def seeds(model):
+    """The states of the generators of random numbers."""
+    layers = model._flatten_layers()
+    return [g.state for layer in layers for g in getattr(layer, "_seed_generators", ())]
 
 
 def _state(model):
     """Variables that layers made for other things than weights, metrics and seeds."""
-    known = {id(v) for v in _metrics_and_seeds(model)}
+    known = {id(v) for v in (*_metrics(model), *seeds(model))}
     known.update(id(v) for v in model.trainable_variables)
     found = []
     for layer in model._flatten_layers():

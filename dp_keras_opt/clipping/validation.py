@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from dp_keras_opt import provenance
+from dp_keras_opt.clipping.state_changes import seeds
 
 MIXING = (
     "{what} mixes the examples of a batch, so that clipping one example's gradient does not bound "
@@ -183,7 +184,7 @@ class _Observation(NamedTuple):
 
 def _observe(model, forward, batch, before, training=True):
     before.put_back()
-    outputs, seeds = [], _seeds(model)
+    outputs, before_it = [], [np.array(state) for state in seeds(model)]
     leaves = [
         layer
         for layer in model._flatten_layers(include_self=False)
@@ -195,19 +196,12 @@ def _observe(model, forward, batch, before, training=True):
     try:
         losses = np.asarray(forward(batch, training))
         added = [layer.name for layer in model._flatten_layers() if layer._losses]
-        return _Observation(losses, outputs, added, _seeds(model) != seeds)
+        now = [np.array(state) for state in seeds(model)]
+        moved = not all(map(np.array_equal, before_it, now))
+        return _Observation(losses, outputs, added, moved)
     finally:
         for layer, _ in restore:
             object.__delattr__(layer, "call")
-
-
-def _seeds(model):
-    """The states of the generators of random numbers."""
-    return [
-        np.asarray(generator.state).tolist()
-        for layer in model._flatten_layers()
-        for generator in getattr(layer, "_seed_generators", ())
-    ]
 
 
 def _observed(name, call, outputs):
