@@ -212,7 +212,7 @@ class Guard:
                 )
             self._stop_for_budget()
             raise StopIteration
-        self._ledger.reserve(steps)
+        self._ledger.reserve(steps, self._run)
 
     def _stop_for_budget(self):
         self.stop_training = True

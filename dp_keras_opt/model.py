@@ -208,7 +208,8 @@ class DPModel(Guard, PrivateStep, keras.Model):
             data.check_rows(batches)
             self._sample_as(batches.sampling, batches.arrangement)
             call["x"], call["shuffle"] = batches.dataset, False
-            _check_steps(batches, call["steps_per_epoch"])
+            endless = replicas.is_used(self.distribute_strategy)  # `distributed` repeats the data
+            _check_steps(batches, call["steps_per_epoch"], endless)
             call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
             object.__setattr__(self, "_block", batches.physical_batch_size)
             if replicas.is_used(self.distribute_strategy):
@@ -238,7 +239,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
             with replicas.worker_lost(self.distribute_strategy):
                 history = super().fit(*bound.args, **bound.kwargs)
             if not self._affordable(self.steps_per_execution):
-                length = history.params["steps"]
+                length = (history.params or {}).get("steps")  # none of a CallbackList of one's own
                 planned = None if length is None else length * epochs
                 self._warn_of_budget(self._iterations() - before, planned)
             return history
@@ -563,10 +564,11 @@ def _sampling_of_arrays(call, optimizer):
     return accounted if same else sampling
 
 
-def _check_steps(batches, steps_per_epoch):
+def _check_steps(batches, steps_per_epoch, endless=False):
     """Refuses passes over the data that are not the periods accounted for.
 
-    An example that comes at most once in each of them would come more often.
+    An example that comes at most once in each of them would come more often. `endless`: whether
+    the data will be repeated, so that the end of a pass of unknown length is not seen.
     """
     sampling, whole = batches.sampling, batches.steps_per_epoch
     passes = sampling.period > 1 and not sampling.is_poisson
@@ -580,13 +582,15 @@ def _check_steps(batches, steps_per_epoch):
             "place."
         )
     length = data.number_of_batches(batches.dataset)
-    if passes and length is None and steps_per_epoch not in (None, sampling.period):
+    whole_passes = steps_per_epoch in (None, sampling.period) and not endless
+    if passes and length is None and not whole_passes:
         raise ValueError(
             f"{sampling.kind!r} sampling is accounted in whole passes over the data, of "
             f"{sampling.period} steps; received steps_per_epoch={steps_per_epoch} with data of "
             "unknown length, which may begin a pass in between: an example would come more often "
-            f"than is accounted. Pass steps_per_epoch={sampling.period}, leave it out, or state "
-            "the length: dataset.apply(tf.data.experimental.assert_cardinality(length))."
+            "than is accounted. State the length: "
+            "dataset.apply(tf.data.experimental.assert_cardinality(length)); or, on one device, "
+            f"pass steps_per_epoch={sampling.period} or leave it out."
         )
     if ordered and whole is not None and steps_per_epoch not in (None, whole):
         raise ValueError(
@@ -603,10 +607,20 @@ def _check_steps(batches, steps_per_epoch):
 
 
 def _budget_of(callbacks):
-    """The last `PrivacyBudget` among these callbacks, or None."""
+    """The `PrivacyBudget` among these callbacks, or None.
+
+    Raises:
+        ValueError: there are several.
+    """
     callbacks = getattr(callbacks, "callbacks", callbacks) or ()
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     budgets = [callback for callback in callbacks if hasattr(callback, "affords")]
-    return budgets[-1] if budgets else None
+    if len(budgets) > 1:
+        raise ValueError(
+            f"Several budgets ({', '.join(map(str, budgets))}) were given, of which one would be "
+            "kept. Pass the one that is to hold; a further PrivacyReport states ε at another δ."
+        )
+    return budgets[0] if budgets else None
 
 
 def _reports_first(callbacks):

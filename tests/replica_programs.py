@@ -241,6 +241,30 @@ class Average(keras.layers.Layer):
         return inputs
 
 
+def passes_of_unknown_length_are_refused(strategy):
+    """The data are repeated, so that the end of a pass would not be seen: two batches for three."""
+
+    def two():
+        yield from ((X[i : i + BATCH], Y[i : i + BATCH]) for i in (0, BATCH))
+
+    signature = tf.TensorSpec((BATCH, DIM)), tf.TensorSpec((BATCH, 1))
+    data = tf.data.Dataset.from_generator(two, output_signature=signature)
+    with strategy.scope():
+        model = make(optimizer())
+    for kind in ("shuffled", "fixed_order"):
+        sampling = getattr(dp.accounting.Sampling, kind)(3 * BATCH, BATCH)
+        try:
+            model.fit(dp.data.assume_sampling(data, sampling), steps_per_epoch=3, verbose=0)
+        except ValueError as error:
+            assert "assert_cardinality" in str(error)
+        else:
+            raise AssertionError("not refused")
+    known = data.apply(tf.data.experimental.assert_cardinality(2))
+    sampling = dp.accounting.Sampling.shuffled(2 * BATCH, BATCH)
+    model.fit(dp.data.assume_sampling(known, sampling), steps_per_epoch=2, epochs=2, verbose=0)
+    assert model.ledger.steps == 4
+
+
 def models_are_checked(strategy):
     """Padding to the longest row, and state that takes in the data; or that does not."""
     rows = [(X[: 1 + i % 3], Y[i]) for i in range(2 * BATCH)]
@@ -274,6 +298,7 @@ MIRRORED = {
         every_rule_keeps_replicas_equal,
         what_cannot_be_is_refused,
         models_are_checked,
+        passes_of_unknown_length_are_refused,
     ],
     3: [
         steps_are_those_of_one_device,

@@ -1,5 +1,7 @@
 """Ways to train that once spent more than the ledger said, or whose noise was not as accounted."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -167,3 +169,88 @@ def test_blocks_of_a_batch_have_masks_of_their_own():
     model.fit(dp.data.assume_sampling(data, dp.accounting.Sampling.full(2)), verbose=0)
     moved = 1 - model.layers[1].get_weights()[1]  # 2·(kept by the first + by the second)/2
     assert set(np.round(moved).astype(int)) == {0, 1, 2} and 0.4 < np.mean(moved == 1) < 0.6
+
+
+# Ledgers and budgets.
+
+BUDGETS = [dp.callbacks.PrivacyBudget(1.0, 1e-3), dp.callbacks.PrivacyBudget(4.0, 1e-3)]
+
+
+@pytest.mark.parametrize("budgets", [BUDGETS, BUDGETS[::-1], keras.callbacks.CallbackList(BUDGETS)])
+def test_two_budgets_of_which_one_would_be_kept_are_refused(budgets):
+    """Only the last was: 3.997 was spent under a budget of 1."""
+    model = _model()
+    with pytest.raises(ValueError, match="Several budgets"):
+        model.fit(X, Y, verbose=0, callbacks=budgets)
+    assert model.ledger.steps == 0
+
+
+def test_a_callback_list_of_ones_own_with_a_budget():
+    model = _model()
+    budget = dp.callbacks.PrivacyBudget(40.0, DELTA)
+    callbacks = keras.callbacks.CallbackList([budget], add_history=True, model=model)
+    model.fit(X, Y, epochs=50, verbose=0, callbacks=callbacks)
+    assert 0 < model.ledger.epsilon(DELTA) <= 40.0
+
+
+def _moved(path):
+    path.rename(path.with_suffix(".old"))
+
+
+def _replaced(path):
+    copy = path.with_suffix(".new")
+    copy.write_bytes(path.read_bytes())
+    os.link(path, path.with_suffix(".backup"))  # as editors do, so that the old file stays
+    copy.replace(path)
+
+
+@pytest.mark.parametrize("what", [_moved, _replaced])
+def test_a_ledger_file_that_is_another_one_stops_the_training(tmp_path, what):
+    """The file at the path would say less than was spent: 0 or 0.936 of 2.707."""
+    path = tmp_path / "spent.jsonl"
+    model = _model()
+    model.ledger = dp.accounting.Ledger(path)
+    model.fit(X, Y, verbose=0)
+    what(path)
+    with pytest.raises(RuntimeError, match="moved or replaced"):
+        model.fit(X, Y, epochs=3, verbose=0)
+
+
+def test_a_ledger_that_gave_up_its_file_records_no_further_run(tmp_path):
+    path = tmp_path / "spent.jsonl"
+    model = _model()
+    model.ledger = dp.accounting.Ledger(path)
+    model.fit(X, Y, verbose=0)
+    model.ledger.release()
+    with pytest.raises(RuntimeError, match="given up its file"):
+        model.fit(X, Y, verbose=0)
+    model.ledger = dp.accounting.Ledger(path)
+    model.fit(X, Y, verbose=0)
+    assert dp.accounting.Ledger.read(path).steps == model.ledger.steps == 6
+
+
+def test_steps_are_never_entered_into_the_run_of_another_model(tmp_path):
+    """Of two threads, one entered a step of its own as one under the other's larger noise."""
+    first, second = _model(), _model()
+    second.ledger = first.ledger
+    sampling = dp.accounting.Sampling.full(N)
+    for each in (first, second):
+        each.compile(
+            dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N), "mse"
+        )
+        each.sampling = sampling
+
+    class Interferes(dp.callbacks.PrivacyBudget):
+        """What another thread does between the check and the reservation."""
+
+        def affords(self, ledger, steps):
+            object.__setattr__(first, "budget", None)
+            second.train_on_batch(X, Y)
+            return True
+
+    object.__setattr__(first, "budget", Interferes(1e6, DELTA))
+    before = first.get_weights()
+    with pytest.raises(RuntimeError, match="Another model began a run"):
+        first.train_on_batch(X, Y)
+    assert all(map(np.array_equal, before, first.get_weights()))
+    assert first.ledger.steps == 1

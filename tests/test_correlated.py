@@ -602,6 +602,16 @@ def test_refuses_steps_beyond_the_strategy():
         fit(sgd(BandedMatrix(5, 3)), epochs=2)
     with pytest.raises(ValueError, match="end of the noise"):
         dp.accounting.epsilon(sgd(BandedMatrix(5, 3)), Sampling.fixed_order(ROWS, 8), 6, 1e-5)
+    with pytest.raises(ValueError, match="end of the noise: BandedMatrix covers 5 steps"):
+        dp.accounting.calibrate(
+            sgd(BandedMatrix(5, 3)), Sampling.fixed_order(ROWS, 8), 6, epsilon=3.0, delta=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["correlated", "mechanism", "banded", "_matrix", "gauss"])
+def test_a_name_that_is_none_is_answered_with_those_that_are(name):
+    with pytest.raises(ValueError, match=r"\['gaussian', 'laplace'\].*BandedMatrix"):
+        dp.optimizers.DPSGD(clip_norm=1.0, batch_size=8, noise=name)
 
 
 def test_refuses_a_noise_schedule_beside_it():

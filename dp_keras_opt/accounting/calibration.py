@@ -69,7 +69,7 @@ def calibrate(
 
     Raises:
         ValueError: an argument is out of range; the optimizer and the sampling disagree on the
-            batch size; the budget cannot be met, or is spent already.
+            batch size; the noise covers fewer steps; the budget cannot be met, or is spent already.
     """
     steps = whole_number(steps, "steps", 1, "Give the number of training steps.")
     runs = whole_number(runs, "runs", 1, "Give the number of trainings.")
@@ -88,6 +88,7 @@ def calibrate(
         releases = optimizer.releases_for(multiplier)
         return Segment("planned", releases, schedule, sampling, steps=steps, selection=selection)
 
+    dataclasses.replace(segment(1.0), steps=0).check_end(steps)
     past = [each for each in spent.segments if each.steps] if spent else []
 
     def total(multiplier, past=past):

@@ -64,13 +64,19 @@ class Journal:
                 "spends. Wait until the other process ends, or call `release` on its Ledger."
             ) from error
 
+    def _is_there(self):
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
+
     def append(self, run, **content):
         """Writes a record, and returns once it is on disk.
 
         Raises:
             OSError: it could not be written; the file is as it was before.
-            RuntimeError: whether something was written is not known, the file is gone, or this is
-                a fork of the process that opened it.
+            RuntimeError: whether something was written is not known, the file is gone or another
+                one, or this is a fork of the process that opened it.
         """
         if os.getpid() != self._process:
             raise RuntimeError(f"{self.path} was opened by the process that this one forked from.")
@@ -79,8 +85,11 @@ class Journal:
                 f"Writing to {self.path} failed before ({self._broken}), so that its end is not "
                 "known. Start the process anew: it reads what was written."
             )
-        if not os.fstat(self._file).st_nlink:
-            raise RuntimeError(f"{self.path} was deleted: what is spent would be recorded nowhere.")
+        if not self._is_there():
+            raise RuntimeError(
+                f"{self.path} was deleted, moved or replaced since it was opened: who reads it "
+                "would not see what is spent from now on. Put it back, and start the process anew."
+            )
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         line = (json.dumps({"run": run, **content, "time": now}) + "\n").encode()
         try:

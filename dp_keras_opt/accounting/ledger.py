@@ -68,6 +68,7 @@ class Ledger:
         self._current: Any = None
         self._pending = 0  # steps reserved and not yet settled
         self._journal = None if path is None else Journal(path)
+        self._released: pathlib.Path | None = None  # the file that was given up
         self._on_file = {}  # run -> (its steps, what is planned), as the file says
         self._earlier = {}  # run -> what was planned of it before the last plan
         if self._journal:
@@ -156,7 +157,13 @@ class Ledger:
 
         Raises:
             ValueError: an argument is of the wrong type.
+            RuntimeError: the ledger has given up its file.
         """
+        if self._released is not None:
+            raise RuntimeError(
+                f"The ledger has given up its file {self._released}, which would not know of "
+                "further steps. Assign Ledger(path) to the model again."
+            )
         need_sampling(sampling)
         segment = Segment(
             run=run or secrets.token_hex(16),
@@ -220,7 +227,7 @@ class Ledger:
         self._need_current()
         current = self._current
         self._earlier[current.run] = current.planned
-        planned = current.steps + min(steps, self._steps_left())
+        planned = current.steps + min(steps, current.end[0])
         self._replace(current, planned=max(current.planned or 0, planned))
 
     def fulfil(self, run: str) -> None:
@@ -233,22 +240,22 @@ class Ledger:
                 planned = max(self._earlier.get(run) or 0, segment.steps)
                 self._replace(segment, planned=planned)
 
-    def reserve(self, steps: int) -> None:
+    def reserve(self, steps: int, run: str | None = None) -> None:
         """Counts `steps` steps that are about to run.
 
+        Args:
+            steps: how many.
+            run: None, or the segment that they belong to.
+
         Raises:
-            ValueError: no segment has begun, or the noise schedule is shorter.
+            ValueError: no segment has begun, or there is noise for fewer steps.
+            RuntimeError: the current segment is that of another run.
         """
         steps = whole_number(steps, "steps", 0, "Reserve the number of steps about to run.")
-        self._need_current()
-        left = self._steps_left()
-        if steps > left:
-            raise ValueError(
-                f"steps={steps} would pass the end of the noise schedule: "
-                f"{self._current.schedule.length} steps, of which {left} are left. "
-                "Train fewer steps, or give the optimizer a longer noise_schedule."
-            )
-        self._write_ahead(steps, left)
+        self._need_current(run)
+        self._current.check_end(steps)
+        self._write_ahead(steps, self._current.end[0])
+        self._need_current(run)  # after a wait for the disk
         self._add(steps)
         self._pending += steps
 
@@ -321,7 +328,7 @@ class Ledger:
             ValueError: no segment has begun, or an argument is out of range.
         """
         self._need_current()
-        limit = min(self._steps_left(), _MOST_STEPS)
+        limit = min(self._current.end[0], _MOST_STEPS)
         return accountants.affordable_steps(
             self._closed, self._current, limit, epsilon, delta, accountant
         )
@@ -395,21 +402,18 @@ class Ledger:
                 "Give the text that Ledger.to_json returned."
             ) from error
 
-    def _need_current(self):
+    def _need_current(self, run=None):
+        if self._current is not None and run not in (None, self._current.run):
+            raise RuntimeError(
+                "Another model began a run on this ledger in between, as threads may: these steps "
+                "would be counted as its steps, with its noise. Train one model at a time, or give "
+                "each thread a ledger of its own and merge them."
+            )
         if self._current is None:
             raise ValueError(
                 "The ledger has no current segment: call begin(releases, sampling) first, also "
                 "after merge and from_json."
             )
-
-    def _steps_left(self):
-        current = self._current
-        ends = [math.inf if current.schedule.length is None
-                else current.schedule.length - current.last_step]  # fmt: skip
-        for release in current.releases:  # a segment is a run of correlated noise
-            length = getattr(release.mechanism, "length", None)
-            ends.append(math.inf if length is None else length - current.steps)
-        return max(min(ends), 0)
 
     def _add(self, steps):
         self._current = dataclasses.replace(self._current, steps=self._current.steps + steps)
@@ -447,7 +451,7 @@ class Ledger:
         self.close()
         if self._journal:
             self._journal.close()
-            self._journal = None
+            self._released, self._journal = self.path, None
 
     def _write_ahead(self, steps, left):
         """Has the file know of the next steps, and of some more, so that not each is a write."""

@@ -66,6 +66,34 @@ class Segment:
         return self.run, self.steps
 
     @property
+    def end(self):
+        """(how many more steps it can have, what ends then); infinitely many where nothing ends."""
+        ends = [(math.inf, "")]
+        if self.schedule.length is not None:
+            length = self.schedule.length
+            ends.append((length - self.last_step, f"noise schedule: it has {length} steps"))
+        for mechanism in (release.mechanism for release in self.releases):
+            length = getattr(mechanism, "length", None)
+            if length is not None:  # a segment is a run of correlated noise
+                words = f"noise: {type(mechanism).__name__} covers {length} steps of a run"
+                ends.append((length - self.steps, words))
+        left, words = min(ends)
+        return max(left, 0), words
+
+    def check_end(self, more):
+        """Refuses more further steps than there is noise for.
+
+        Raises:
+            ValueError: naming what ends.
+        """
+        left, words = self.end
+        if more > left:
+            raise ValueError(
+                f"steps={more} would pass the end of the {words}, of which {left} are left. Train "
+                "fewer steps, or make the optimizer's noise for more."
+            )
+
+    @property
     def breaks_off(self):
         """Whether it ends within a period: the next pass over the data may start afresh."""
         return self.steps % self.sampling.period > 0

@@ -149,9 +149,8 @@ def _second_moment_products(directions, factors, weights):
     def product(direction):
         pairs = list(zip(factors, direction, strict=True))
         inner = sum((f.inner(v) for f, v in pairs if f is not None), tf.zeros_like(weights))
-        return [
-            tf.zeros_like(v) if f is None else f.weighted_sum(weights * inner) for f, v in pairs
-        ]
+        inner = tf.where(weights > 0, weights * inner, 0.0)  # that of another row may be NaN
+        return [tf.zeros_like(v) if f is None else f.weighted_sum(inner) for f, v in pairs]
 
     return tf.map_fn(product, list(directions))
 

@@ -14,6 +14,9 @@ import abc
 import numpy as np
 import tensorflow as tf
 
+#: The smallest float32 number that kernels keep.
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
 #: Largest temporary of a norm computation, in float32 numbers (128 MB).
 BLOCK = 2**25
 
@@ -156,12 +159,7 @@ class Outer(Factor):
 
     def _l1_of_terms(self, matrix):
         """Σ_t ‖S ∘ (a_t ⊗ b_t)‖₁, (B,)."""
-        a, b = tf.abs(self.inputs), tf.abs(self.deltas)
-        if matrix is None:
-            terms = tf.reduce_sum(a, axis=3) * tf.reduce_sum(b, axis=3)
-        else:
-            terms = tf.reduce_sum(_through(a, matrix) * b, axis=3)
-        return tf.reduce_sum(terms, axis=(1, 2))
+        return tf.reduce_sum(self._sizes_of_terms(tf.abs, matrix), axis=(1, 2))
 
     def l1_rounding(self, scale=None):
         """What rounding may take from the L1 norm, (B,)."""
@@ -170,14 +168,22 @@ class Outer(Factor):
 
     def _norms_of_terms(self, matrix):
         """‖S ∘ (a_t ⊗ b_t)‖₂ for each group and position, (B, G, T)."""
+        return self._sizes_of_terms(tf.square, matrix, tf.sqrt)
+
+    def _sizes_of_terms(self, power, matrix, root=tf.identity):
+        """root(Σ_jk power(S_jk a_j b_k)) for each group and position, (B, G, T)."""
         # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
+        largest = largest_a * largest_b
         if matrix is None:
-            squares = tf.reduce_sum(tf.square(a), axis=3) * tf.reduce_sum(tf.square(b), axis=3)
-        else:  # Σ_jk S_jk² a_j² b_k²
-            spread = _through(tf.square(a), tf.square(matrix))
-            squares = tf.reduce_sum(spread * tf.square(b), axis=3)
-        return tf.sqrt(squares) * largest_a[..., 0] * largest_b[..., 0]
+            total = tf.reduce_sum(power(a), axis=3) * tf.reduce_sum(power(b), axis=3)
+        else:
+            matrix, largest_s = _unit_range(matrix, (0, 1, 2))
+            total = tf.reduce_sum(_through(power(a), power(matrix)) * power(b), axis=3)
+            # A geometry may weigh most what is least: of each entry, what flushed to zero is less.
+            total += matrix.shape[1] * matrix.shape[2] * 2 * _SMALLEST
+            largest *= largest_s
+        return root(total) * largest[..., 0]
 
     @property
     def _is_small(self):
@@ -232,7 +238,7 @@ class Outer(Factor):
     def weighted_sum(self, weights):
         if self._gradients is not None:
             return self._as_variable(tf.tensordot(weights, self._gradients, 1))
-        weighted = self.deltas * weights[:, None, None, None]
+        weighted = _finite(self.deltas * weights[:, None, None, None])
         if self._sizes[0] == 1:
             inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (self.inputs, weighted))
             return self._as_variable(tf.matmul(inputs, deltas, transpose_a=True))
@@ -245,7 +251,8 @@ class Outer(Factor):
             return self._as_variable(tf.reduce_sum(squares, axis=0))
         if self._sizes[:2] == (1, 1):
             a, largest = _unit_range(self.inputs, 3)
-            squares = tf.square(a[:, 0, 0]), tf.square((weights * largest * self.deltas)[:, 0, 0])
+            b = _finite(weights * (largest * self.deltas))
+            squares = tf.square(a[:, 0, 0]), tf.square(b[:, 0, 0])
             return self._as_variable(tf.matmul(*squares, transpose_a=True))
         blocks = [tf.reduce_sum(tf.square(weights * g), axis=0) for g in self._blocks(None)]
         return self._as_variable(tf.concat(blocks, axis=1))
@@ -371,12 +378,15 @@ class RowsAndOuter(Factor):
 
     def _cross(self, scale):
         """⟨scale ⊙ look-ups, scale ⊙ projection⟩ for each example, through the rows looked up."""
-        ids, looked_up = self.rows.ids, self.rows.deltas
-        if scale is not None:
-            looked_up *= tf.square(tf.gather(scale, ids))
+        ids, looked_up, deltas = self.rows.ids, self.rows.deltas, self.outer.deltas[:, 0]
         at_ids = tf.gather(self.outer.inputs[:, 0], ids, axis=2, batch_dims=1)  # (B, T, looked up)
-        products = tf.matmul(self.outer.deltas[:, 0], looked_up, transpose_b=True)
-        return tf.reduce_sum(at_ids * products, axis=(1, 2))
+        if scale is not None:  # its square leaves the range of float32
+            looked_up, deltas, at_ids, scale = (
+                tf.cast(part, tf.float64) for part in (looked_up, deltas, at_ids, scale)
+            )
+            looked_up *= tf.square(tf.gather(scale, ids))
+        products = tf.matmul(deltas, looked_up, transpose_b=True)
+        return tf.cast(tf.reduce_sum(at_ids * products, axis=(1, 2)), tf.float32)
 
     def weighted_sum(self, weights):
         return self.rows.weighted_sum(weights) + self.outer.weighted_sum(weights)
@@ -420,6 +430,14 @@ def _through(inputs, matrix):
     if matrix.shape[0] == 1:
         return tf.tensordot(inputs, matrix[0], 1)
     return tf.einsum("bgti,gio->bgto", inputs, matrix)
+
+
+def _finite(weighted):
+    """Weighted numbers, cut off where they overflow: an infinite one times 0 would be NaN.
+
+    Gradients of which they are a factor are bounded, so that those only become smaller.
+    """
+    return tf.clip_by_value(weighted, tf.float32.min, tf.float32.max)
 
 
 def _unit_range(tensor, axis):

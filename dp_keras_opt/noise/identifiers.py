@@ -5,7 +5,12 @@ from typing import Any
 
 import keras
 
+from dp_keras_opt.noise.gaussian import Gaussian
+from dp_keras_opt.noise.laplace import Laplace
 from dp_keras_opt.noise.mechanism import Mechanism
+
+#: What needs no arguments.
+_NAMES = {"gaussian": Gaussian, "laplace": Laplace}
 
 
 def get(identifier: Mechanism | str | Mapping[str, Any]) -> Mechanism:
@@ -20,10 +25,12 @@ def get(identifier: Mechanism | str | Mapping[str, Any]) -> Mechanism:
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(identifier)
     if isinstance(identifier, str):
-        known = {cls.__name__.lower(): cls for cls in Mechanism.__subclasses__()}
-        if identifier.lower() not in known:
-            raise ValueError(f"noise={identifier!r} is not known; use one of {sorted(known)}.")
-        identifier = known[identifier.lower()]()
+        if identifier.lower() not in _NAMES:
+            raise ValueError(
+                f"noise={identifier!r} is not known; use one of {sorted(_NAMES)}. Correlated noise "
+                "takes arguments: pass an object, as dp_keras_opt.noise.BandedMatrix(100, bands=8)."
+            )
+        identifier = _NAMES[identifier.lower()]()
     if not isinstance(identifier, Mechanism):
         raise ValueError(
             "noise must be a name such as 'gaussian' or a dp_keras_opt.noise.Mechanism; "

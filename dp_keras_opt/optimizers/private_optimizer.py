@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _Kept = TypeVar("_Kept")
 
 #: Keras arguments that would mean something else under clipping and noise, and what to use.
+#: Below it, squares of the gradients that it bounds leave the range of float32.
+_LEAST_CLIP_NORM = 1e-12
+
 _REFUSED = {
     "clipnorm": "it would clip the batch gradient, which bounds no single example; use clip_norm",
     "global_clipnorm": "it would clip the batch gradient, which bounds no single example; use "
@@ -97,6 +100,12 @@ def _clip_norm(name: str, value: Any) -> float:
     value = _number(name, value)
     if value <= 0:
         raise ValueError(f"{name} must be positive, received {value}.")
+    if value < _LEAST_CLIP_NORM:
+        raise ValueError(
+            f"{name}={value} is too small for the squares of float32 gradients, which would count "
+            f"as 0: norms would not be bounded. Use at least {_LEAST_CLIP_NORM}, and scale the "
+            "learning rate instead."
+        )
     return value
 
 
