@@ -113,7 +113,7 @@ def run(kind, count, workload, batch_size, steps, rounds, core):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, jit_compile=False)
         data = tf.data.Dataset.from_tensors(spec.batch(share)).repeat()
-        sampling = dp.accounting.Sampling.fixed_order(2000 * batch_size, batch_size)
+        sampling = dp.accounting.Sampling.full(batch_size)
         data = dp.data.assume_sampling(data, sampling)
     timed = fit_steps(keras, model, data)
     print(min(timed(steps) for _ in range(rounds)))

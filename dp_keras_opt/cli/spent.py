@@ -1,7 +1,6 @@
 """What was spent: `ledger`, and `statement`, which also states what a planned run would spend."""
 
 import dp_keras_opt as dp
-from dp_keras_opt.accounting.accountant import composable
 from dp_keras_opt.cli import arguments as args
 from dp_keras_opt.cli import models, plan
 from dp_keras_opt.cli.results import Result, UsageError, table
@@ -81,7 +80,8 @@ def _ledger(spent):
 
 def _stated(arguments, spent):
     options, found = (arguments.delta, arguments.accountant), _ledger(spent)
-    one = len(composable([segment for segment in found.segments if segment.steps])) < 2
+    segments = [segment for segment in found.segments if segment.steps]
+    one = len(dp.accounting.accountant.composable(segments)) < 2
     data = {  # of steps that do not compose, the statement has a guarantee each
         "epsilon": found.epsilon(*options) if one else None,
         "epsilon_as_planned": found.epsilon_as_planned(*options) if one else None,

@@ -79,7 +79,7 @@ class SecondMoment:
         """The queries of this step."""
         if not self.scaled:
             return (rule.query(),)
-        self._roots = self._geometry_roots(rule)
+        self._roots = [tf.cast(root, tf.float32) for root in self._geometry_roots(rule)]
         return (rule.query(scale=[1.0 / root for root in self._roots]),)
 
     def releases(self, rule: AdaptiveOptimizer, noise_multiplier: float) -> tuple[Release, ...]:
