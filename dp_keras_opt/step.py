@@ -155,6 +155,8 @@ class PrivateStep:
             size = max(1, size // batch.rows_per_user) * batch.rows_per_user
         if size is None or (batch.rows is not None and batch.rows <= size):
             return self._chunk_sums(batch, queries, plan)
+        if batch.rows is None and size != self._block:  # a batch is never padded beyond itself
+            size = tf.clip_by_value(tf.shape(tree.flatten(batch.x)[0])[0], 1, size)
         chunks, count = _chunks(batch, size)
 
         def sums_of(*chunk):
@@ -307,9 +309,14 @@ def _map(function, structure):
 def _chunks(batch, size):
     """Cuts a batch into blocks of `size` rows, the last one padded.
 
+    Args:
+        batch: a `Batch`.
+        size: a number, or a scalar tensor.
+
     Returns:
         (function of an index that gives that block as a `Batch`, number of blocks).
     """
+    static = size if isinstance(size, int) else None
     total = batch.rows or tf.shape(tree.flatten(batch.x)[0])[0]
     count = -(-total // size)
     mask = tf.ones((total,), tf.bool) if batch.mask is None else _by_row(batch.mask)
@@ -323,7 +330,7 @@ def _chunks(batch, size):
         def block(tensor):  # XLA needs the size of a slice to be static
             begin = [index * size, *[0] * (tensor.shape.rank - 1)]
             part = tf.slice(tensor, begin, tf.concat([[size], tf.shape(tensor)[1:]], axis=0))
-            return tf.ensure_shape(part, (size, *tensor.shape[1:]))
+            return tf.ensure_shape(part, (static, *tensor.shape[1:]))
 
         part = Batch(*_map(block, padded))
         if batch.rows_per_user is None:

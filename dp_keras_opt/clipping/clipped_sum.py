@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -186,7 +187,7 @@ def variables_by_layer(model):
     """The trainable variables of each layer that owns some, by the layer's name.
 
     A variable of several layers belongs to the first. Layers of equal names are told apart by the
-    path of their variables.
+    path of their variables, and by a number where that is the same, too.
     """
     owners, seen = {}, set()
     for layer in model._flatten_layers():
@@ -194,8 +195,9 @@ def variables_by_layer(model):
         owned = [v for v in layer.trainable_variables if id(v) not in below | seen]
         seen.update(id(v) for v in owned)
         if owned:
-            name = layer.name if layer.name not in owners else owned[0].path.rpartition("/")[0]
-            owners[name] = owned
+            path = owned[0].path.rpartition("/")[0]
+            names = itertools.chain([layer.name, path], (f"{path}_{k}" for k in itertools.count(2)))
+            owners[next(name for name in names if name not in owners)] = owned
     return owners
 
 
@@ -262,6 +264,9 @@ def _factors(model, batch, calls, deltas, loss_scale):
     for call, delta in zip(calls, deltas, strict=True):
         if delta is None:
             continue
+        delta = tf.convert_to_tensor(delta)  # slices of one, where rows were gathered
+        if delta.shape[0] is None and batch.rows is not None:  # lost on the way, as by strings
+            delta = tf.ensure_shape(delta, (batch.rows, *delta.shape[1:]))
         if delta.shape[0] != batch.rows:
             reason = f"it gives {call.output.shape}, without one row for each of {batch.rows}"
             raise book_keeping.CallFailed(call.layer, reason)

@@ -246,7 +246,9 @@ def _vocabularies(model):
     """What the lookup layers of a model know: sorted arrays of strings or integers."""
     found = {}
     for layer in model._flatten_layers():
-        words = sorted(set(layer.get_vocabulary())) if hasattr(layer, "get_vocabulary") else ()
+        # Without "", which stands for padding: a row of nothing else may have no loss.
+        known = set(layer.get_vocabulary()) if hasattr(layer, "get_vocabulary") else ()
+        words = sorted(set(known) - {""})
         if words:
             words = words[:: -(-len(words) // _WORDS)] or words
             dtype = object if isinstance(words[0], str) else np.int64
