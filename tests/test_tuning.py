@@ -263,7 +263,8 @@ def test_the_number_of_runs_is_drawn_anew(task, monkeypatch):
 
 
 class _Model:
-    ledger = Ledger.of_segments([None])
+    def __init__(self):
+        self.ledger = Ledger.of_segments([None])
 
 
 # Errors.
