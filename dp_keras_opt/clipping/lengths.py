@@ -58,12 +58,12 @@ def check_lengths(
     names = ", ".join(synthetic.open_leaves)
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     tolerance = 0.05 if half else 1e-3
-    before, compared = _losses_and_gradient(model, losses_of, batch), False
+    before, compared = losses_and_gradients(model, losses_of, batch), False
     for longer in synthetic.longer(batch):
         if why_not(longer) is not None:
             continue
         compared = True
-        for old, new in zip(before, _losses_and_gradient(model, losses_of, longer), strict=True):
+        for old, new in zip(before, losses_and_gradients(model, losses_of, longer), strict=True):
             largest = np.abs(old).max(initial=0.0)
             if not np.abs(old - new).max(initial=0.0) <= tolerance * largest + 1e-5:
                 raise ValueError(
@@ -84,8 +84,8 @@ def check_lengths(
         )
 
 
-def _losses_and_gradient(model, losses_of, batch):
-    """The losses (B,), and the gradient of a sum of them that weighs each differently."""
+def losses_and_gradients(model, losses_of, batch):
+    """The losses (B,), and the gradients of a sum of them that weighs each differently."""
     with tf.GradientTape() as tape:
         losses = losses_of(batch)
         total = tf.reduce_sum(losses * tf.range(1, len(losses) + 1, dtype=losses.dtype))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import math
 import warnings
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,22 @@ import tensorflow as tf
 from dp_keras_opt.clipping import book_keeping, per_example, state_changes, validation
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
-from dp_keras_opt.clipping.lengths import check_lengths, require_length
+from dp_keras_opt.clipping.lengths import check_lengths, losses_and_gradients, require_length
 from dp_keras_opt.clipping.synthetic import Synthetic
 
 if TYPE_CHECKING:
     from dp_keras_opt.clipping.book_keeping import Plan
 
-#: (rows, magnitude of floats, whether the changed row is an outlier) of the independence check.
-_DRAWS = ((3, 1.0, False), (17, 1.0, False), (17, 1.0, True), (17, 1e3, False), (5, 1e3, True))
+#: (rows, magnitude of floats, whether the changed row is an outlier, style of floats) of the
+#: independence check.
+_DRAWS = (
+    (3, 1.0, False, "real"),
+    (17, 1.0, False, "whole"),
+    (17, 1.0, True, "real"),
+    (17, 1.0, False, "missing"),
+    (17, 1e3, False, "real"),
+    (5, 1e3, True, "real"),
+)
 
 #: Rows of the synthetic batch; unlikely as a size of anything else in a model.
 ROWS = 3
@@ -65,10 +74,12 @@ def checked_plan(model: keras.Model, batch: Batch) -> Plan:
     _build(model, forward, batch)
     eager = model.run_eagerly or tf.config.functions_run_eagerly()
     assignments = _with_tapes(state_changes.check_assignments, model, forward, batch, eager)
-    before = state_changes.Snapshot(model, assignments)
+    weights = [*model.trainable_variables, *assignments.other]
+    before = state_changes.Snapshot(model, assignments, weights)
     try:
-        plan = _checked(model, batch, forward, before)
+        plan = _checked(model, batch, forward, before, weights, assignments)
     finally:
+        before.shift = 0
         before.put_back()
     return plan._replace(hidden=tuple(assignments.hidden), moving=tuple(assignments.moving))
 
@@ -88,13 +99,16 @@ def _build(model, forward, batch):
     validation.validate(model)
 
 
-def _checked(model, batch, forward, before):
+def _checked(model, batch, forward, before, weights, assignments):
     """`checked_plan`, once the model is built and its state is known to be none of the data's."""
 
-    def why_not(rows):
+    def why_not(rows, before=before):
         before.put_back()
         try:
-            losses = np.asarray(forward(rows))
+            if synthetic.open_leaves:  # of some lengths, kernels have no gradient
+                losses, *_ = _with_tapes(losses_and_gradients, model, forward, rows)
+            else:
+                losses = np.asarray(forward(rows))
         except _DOES_NOT_RUN as error:
             return f"{type(error).__name__}: {error}"
         return None if np.isfinite(losses).all() else "its loss is not finite"
@@ -109,15 +123,26 @@ def _checked(model, batch, forward, before):
         narrow = wide
     is_random = validation.is_random(model, forward, wide, before)
 
-    def losses_of(rows):
-        before.put_back()
+    away = _elsewhere(model, assignments, weights, before, lambda at: why_not(wide, at))
+
+    def losses_of(rows, at):
+        at.put_back()
         return forward(rows, training=not is_random)
 
-    _with_tapes(check_lengths, model, losses_of, why_not, synthetic, wide)
-    for rows, magnitude, outlier in _DRAWS:
-        for row in (0, rows - 1):
-            drawn = synthetic.pair(random, rows, row, magnitude, outlier)
-            validation.check_independence(model, forward, *drawn, row, before)
+    signed, _ = synthetic.pair(random, ROWS, magnitude=2.0)
+    for rows, at in ((wide, before), (signed, before), (wide, away), (signed, away)):
+        if why_not(rows, at) is None or rows is wide:
+            losses = functools.partial(losses_of, at=at)
+            _with_tapes(check_lengths, model, losses, why_not, synthetic, rows)
+    for number, (rows, magnitude, outlier, style) in enumerate(_DRAWS):
+        for row, at in ((0, before), (rows - 1, away)):
+            drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style)
+            at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both
+            reason = why_not(drawn[0], at)
+            if reason is not None and (style == "missing" or not reason.startswith("its loss")):
+                continue  # not for this model: it has no place for such floats
+            validation.check_independence(model, forward, *drawn, row, at)
+    before.shift = 0
     compare = functools.partial(_compare, model, (narrow, wide), is_random, before)
     plan = book_keeping.plan(model)
     while True:
@@ -137,6 +162,27 @@ def _checked(model, batch, forward, before):
                 "more memory.",
                 stacklevel=2,
             )
+
+
+def _elsewhere(model, assignments, weights, before, why_not):
+    """The model's state at other weights: what is 0 at the first step is not so later.
+
+    Weights are moved by random numbers of their own size, or of that of an initial value; other
+    numbers that a loss holds, such as the weight of a penalty, upwards.
+    """
+    random, trained = np.random.default_rng(1), {id(v) for v in model.trainable_variables}
+    for size in (1.0, 0.1):
+        before.put_back()
+        for variable in weights:
+            value = np.asarray(tf.convert_to_tensor(variable), np.float64)
+            usual = max(1, math.prod(value.shape[:-1])) ** -0.5 if value.ndim > 1 else 0.5
+            moved = random.normal(size=value.shape) * max(usual, np.sqrt(np.mean(value**2)))
+            moved = moved if id(variable) in trained else abs(moved)
+            variable.assign(tf.cast(value + size * moved, variable.dtype))
+        away = state_changes.Snapshot(model, assignments, weights)
+        if why_not(away) is None:
+            return away
+    return before
 
 
 def _usable(synthetic, random, why_not, wide):

@@ -55,12 +55,14 @@ class Assignments(NamedTuple):
         complete: whether a graph shows all that it may change.
         hidden: variables of layers that other code may change, where it does not.
         moving: variables, metrics apart, that every pass moves on, such as seeds and counters.
+        other: numbers, besides weights that are trained or frozen, that the pass may depend on.
     """
 
     changed: list
     complete: bool
     hidden: list
     moving: list
+    other: list
 
 
 def check_assignments(
@@ -93,11 +95,17 @@ def check_assignments(
     except _NEEDS_VALUES:
         if not eager:  # training would fail in the same way
             raise
-        return Assignments([], False, _state(model), seeds(model))
-    trace = _Trace(graph)
+        return Assignments([], False, _state(model), seeds(model), _numbers(model))
+    metrics = {id(handle) for v in _metrics(model) for handle in _handles(v)}
+    trace = _Trace(graph, metrics)
+    if trace.remembers:
+        raise ValueError(
+            "The loss depends on the value of a metric, which holds what earlier batches were: "
+            "their examples would show in gradients that do not count them. Let no layer and no "
+            "loss read a metric."
+        )
     names = {id(h): v.path for v in model.variables for h in _handles(v)}
     names.update((id(v.handle), v.name) for v in graph.variables if id(v.handle) not in names)
-    metrics = {id(handle) for v in _metrics(model) for handle in _handles(v)}
     free = metrics | {id(handle) for v in seeds(model) for handle in _handles(v)}
     for handle, operations in trace.reached.items():
         for operation in operations if handle not in free else ():
@@ -112,7 +120,8 @@ def check_assignments(
     others = [v for v in graph.variables if id(v.handle) not in known | metrics]  # of a loss
     moved = [v for v in (*model.variables, *others) if shown.intersection(map(id, _handles(v)))]
     moving = {id(v): v for v in (*seeds(model), *moved)}  # an engine may move more seeds on
-    return Assignments(changed, complete, hidden, list(moving.values()))
+    numbers = [*_numbers(model), *(v for v in others if v.dtype.is_floating)]
+    return Assignments(changed, complete, hidden, list(moving.values()), numbers)
 
 
 def _refuse(name, operation):
@@ -148,6 +157,12 @@ def _state(model):
     return list({id(v): v for v in found}.values())
 
 
+def _numbers(model):
+    layers = (layer for layer in model._flatten_layers() if layer.trainable)
+    states = [v for layer in layers for v in layer._non_trainable_variables]
+    return [v for v in states if tf.as_dtype(v.dtype).is_floating]
+
+
 def _handles(variable):
     """The resources of a variable: one, or one a replica."""
     value = getattr(variable, "_value", variable)  # of a Keras variable
@@ -161,15 +176,25 @@ def _dtype(handle):
 
 
 class _Value(NamedTuple):
-    """What a tensor may hold: something of the batch, and which resources it may stand for."""
+    """What a tensor may hold: something of the batch, or of a metric; and what it may stand for."""
 
     from_batch: bool = False
     resources: frozenset = frozenset()
+    from_metric: bool = False
 
     def join(self, *others):
         """What one of these, or something made of them, may hold."""
-        from_batch = self.from_batch or any(value.from_batch for value in others)
-        return _Value(from_batch, self.resources.union(*(value.resources for value in others)))
+        values = (self, *others)
+        return _Value(
+            any(value.from_batch for value in values),
+            frozenset().union(*(value.resources for value in values)),
+            any(value.from_metric for value in values),
+        )
+
+    @property
+    def held(self):
+        """The same without what it stands for."""
+        return self._replace(resources=frozenset())
 
 
 _CONSTANT = _Value()
@@ -182,10 +207,11 @@ class _Trace:
         reached: from each resource that depends on them, to the operations that wrote it so.
         written: the handles that some operation writes to.
         has_python: whether Python code runs inside of the graph.
+        remembers: whether what the function returns depends on a metric.
     """
 
-    def __init__(self, graph):
-        self.reached, self.has_python = {}, False
+    def __init__(self, graph, metrics):
+        self.reached, self.has_python, self._metrics = {}, False, metrics
         self._changed, self._results = set(), {}
         handles = {inner.name: outer for outer, inner in graph.captures}
         arguments = [_argument(t, handles) for t in graph.inputs]
@@ -193,7 +219,8 @@ class _Trace:
         while before != len(self.reached):  # what was assigned from the batch counts as the batch
             before = len(self.reached)
             self._results.clear()
-            self._function("", graph, arguments, False)
+            results = self._function("", graph, arguments, False)
+        self.remembers = any(value.from_metric for value in results)
         self.written = [handle for handle in handles.values() if id(handle) in self._changed]
 
     def _function(self, name, graph, arguments, decided):
@@ -211,7 +238,7 @@ class _Trace:
 
     def _operation(self, graph, operation, inputs, decided):
         called = {name: graph._get_function(name) for name in _functions(operation)}
-        if called and None not in called.values():
+        if called and all(hasattr(function, "graph") for function in called.values()):
             functions = [(name, function.graph) for name, function in called.items()]
             return self._call(operation, functions, inputs, decided)
         self.has_python |= operation.type in _PYTHON or bool(called)
@@ -223,7 +250,10 @@ class _Trace:
                     self.reached.setdefault(resource, []).append(operation)
         if not inputs:  # a variable or table that is made, or found by its name, in the graph
             both = _Value(resources=frozenset([operation.name]))
-        read = _Value(both.from_batch or not both.resources.isdisjoint(self.reached))
+        read = _Value(
+            both.from_batch or not both.resources.isdisjoint(self.reached),
+            from_metric=both.from_metric or not both.resources.isdisjoint(self._metrics),
+        )
         return [
             both.join(read) if t.dtype in (tf.resource, tf.variant) else read
             for t in operation.outputs
@@ -235,7 +265,7 @@ class _Trace:
         if operation.type in ("If", "StatelessIf", "Case", "StatelessCase"):
             which, *inputs = inputs
             results = [self._function(*f, inputs, decided or which.from_batch) for f in functions]
-            which = _Value(which.from_batch)
+            which = which.held
             return [which.join(*outcomes) for outcomes in zip(*results, strict=True)]
         if len(functions) == 1 and len(functions[0][1].inputs) == len(inputs):
             results = self._function(*functions[0], inputs, decided)
@@ -256,7 +286,7 @@ class _Trace:
             (goes_on,) = self._function(*condition, state, decided)
             decided |= goes_on.from_batch
             results = self._function(*body, state, decided)
-            goes_on = _Value(goes_on.from_batch)
+            goes_on = goes_on.held
             state = [goes_on.join(*values) for values in zip(before, results, strict=True)]
         return state
 
@@ -307,14 +337,21 @@ def _functions(operation):
 
 
 class Snapshot:
-    """The values of variables, to be put back."""
+    """The values of variables, to be put back.
 
-    def __init__(self, model, assignments=None):
+    Attributes:
+        shift: a number that is added to the states of the generators of random numbers.
+    """
+
+    def __init__(self, model, assignments=None, weights=()):
         """
         Args:
             model: whose variables.
             assignments: what its forward pass changes; all variables where that is not known.
+            weights: variables besides.
         """
+        self.shift, self._seeds = 0, [(state, np.array(state)) for state in seeds(model)]
+        self._weights = [(v, tf.identity(tf.convert_to_tensor(v))) for v in weights]
         self._handles = [] if assignments is None else assignments.changed
         complete = assignments is not None and assignments.complete
         self._variables = [] if complete else model.variables
@@ -326,6 +363,10 @@ class Snapshot:
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         for variable, number in zip(self._variables, self._numbers, strict=True):
             variable.assign(number)
+        for variable, value in self._weights:
+            variable.assign(value)
+        for state, number in self._seeds:
+            state.assign(number + np.array(self.shift, number.dtype))
 
 
 def unchanged(run: Callable[..., Any], variables: Callable[[], list]) -> Callable[..., Any]:

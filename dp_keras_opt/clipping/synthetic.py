@@ -83,10 +83,13 @@ class Synthetic:
         magnitude: float = 1.0,
         outlier: bool = False,
         wide: bool = True,
+        style: str = "real",
     ) -> tuple[Batch, Batch]:
         """Two batches that differ in one row.
 
-        Floats are of the given magnitude, of both signs above 1. With `outlier` those of the
+        Floats are of the given magnitude, of both signs above 1; of the style "whole" they are few
+        whole numbers, as labels and ids in a table of floats are; of the style "missing" some are
+        NaN. With `outlier` those of the
         changed row are a million times larger, and its other values go from one extreme to the
         other. Without `wide`, integers are 0 and 1, and strings such as the model need not know.
         """
@@ -96,9 +99,9 @@ class Synthetic:
                 return None, None
             shape, one = self._shape(leaf, rows), slice(row, row + 1)
             if pools is None:
-                values = _floats(random, shape, leaf.dtype, magnitude)
+                values = _floats(random, shape, leaf.dtype, magnitude, style)
                 changed = values.copy()
-                changed[one] = _floats(random, (1, *shape[1:]), leaf.dtype, magnitude)
+                changed[one] = _floats(random, (1, *shape[1:]), leaf.dtype, magnitude, style)
                 if outlier:
                     changed[one] *= 1e6 if leaf.dtype.size > 2 else 1e3
             else:
@@ -291,9 +294,14 @@ def _drawn(random, pools, shape):
     return values
 
 
-def _floats(random, shape, dtype, magnitude):
+def _floats(random, shape, dtype, magnitude, style="real"):
     low = 0.1 if magnitude <= 1 else -magnitude
-    return random.uniform(low, magnitude, shape).astype(dtype.as_numpy_dtype)
+    values = random.uniform(low, magnitude, shape)
+    if style == "whole":
+        values = random.choice([-1.0, 0.0, 1.0, 2.0], shape)
+    elif style == "missing":
+        values = np.where(random.random(shape) < 0.3, np.nan, values)
+    return values.astype(dtype.as_numpy_dtype)
 
 
 def _tensor(values, leaf):

@@ -138,19 +138,33 @@ def check_independence(model, forward, batch, changed, row, before):
     added, training = first.added, not first.is_random
     if not training:  # a row alone would get other random numbers
         first = _observe(model, forward, batch, before, training)
-    single = tf.nest.map_structure(lambda t: None if t is None else t[row : row + 1], batch)
-    alone = _observe(model, forward, single, before, training)
-    for (name, one), (_, other) in zip(first.outputs, alone.outputs, strict=False):
-        same = one.shape[:1] == (rows,) and other.shape == (1, *one.shape[1:])
-        if same and not _equal(one[row : row + 1], other):
-            _refuse_layer(name)
-    if not _equal(first.losses[row : row + 1], alone.losses):
-        raise ValueError(MIXING.format(what="The loss", fix=_FIX))
+    if training or not _differs(model, forward, batch, before, first):
+        single = tf.nest.map_structure(lambda t: None if t is None else t[row : row + 1], batch)
+        alone = _observe(model, forward, single, before, training)
+        for (name, one), (_, other) in zip(first.outputs, alone.outputs, strict=False):
+            same = one.shape[:1] == (rows,) and other.shape == (1, *one.shape[1:])
+            if same and not _equal(one[row : row + 1], other):
+                _refuse_layer(name)
+        if not _equal(first.losses[row : row + 1], alone.losses):
+            raise ValueError(MIXING.format(what="The loss", fix=_FIX))
     if added:
         raise ValueError(
             f"Layer '{added[0]}' calls add_loss with a loss that depends on the data, which "
             "cannot be split into the examples' own losses. Put it into the loss function."
         )
+
+
+def _differs(model, forward, batch, before, first):
+    """Whether another pass in inference mode, with other random numbers, gives other losses.
+
+    Some layers draw in inference, too; others move their generators on and use nothing of it.
+    """
+    if not first.is_random:
+        return False
+    before.shift += 1
+    again = _observe(model, forward, batch, before, training=False)
+    before.shift -= 1
+    return not _equal(first.losses, again.losses)
 
 
 def is_random(model, forward, batch, before):
