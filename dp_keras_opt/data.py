@@ -371,7 +371,7 @@ def fixed_order_epochs(
         yield from order
 
     dataset = _gathered(examples, epoch, rows, steps)
-    return Batches(dataset, sampling, rows, steps, arrangement, workers)
+    return Batches(dataset, _padded(sampling), rows, steps, arrangement, workers)
 
 
 def with_public(
@@ -595,7 +595,7 @@ def _poisson(
 
     rows = block * together if block >= n else None
     dataset = _gathered(examples, draws, rows, steps_per_epoch, sampling.examples_per_unit)
-    return Batches(dataset, sampling, block * together, steps_per_epoch, workers=workers)
+    return Batches(dataset, _padded(sampling), block * together, steps_per_epoch, workers=workers)
 
 
 def _draws(sampling, members, steps, block, root=None, owned=None):
@@ -611,6 +611,11 @@ def _draws(sampling, members, steps, block, root=None, owned=None):
         if owned is not None:
             drawn = by_user.examples_of(rng, owned, drawn, sampling.examples_per_unit)
         yield drawn
+
+
+def _padded(sampling):
+    """The sampling of batches that are padded: without their `Rows`, training refuses them."""
+    return dataclasses.replace(sampling, is_padded=True)
 
 
 def _root(name, seed):

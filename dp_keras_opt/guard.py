@@ -32,10 +32,10 @@ class Guard:
 
     It reads `optimizer`, `budget` and `_fitting`, and keeps `_ledger`, `_run`, `_stepping`,
     `_sampling`, `_arrangement`, `_resumed` and `_process`; `_to_run` (how many steps `fit` has yet
-    to run; None outside of it) and `_out_of_budget`; `_shaped_in` (the run that the weights are
-    known to be shaped by) and `_others` (the ledgers of shared weights, as of which record);
-    `_learned` (whether loaded weights brought a ledger) and `_unreadable` (why theirs could not be
-    read). `DPModel` has them.
+    to run; None outside of it), `_out_of_budget` and `_ends` (how often the data ended);
+    `_shaped_in` (the run that the weights are known to be shaped by) and `_others` (the ledgers of
+    shared weights, as of which record); `_learned` (whether loaded weights brought a ledger) and
+    `_unreadable` (why theirs could not be read). `DPModel` has them.
     """
 
     @property
@@ -224,6 +224,7 @@ class Guard:
         """Begins the plan of a `fit`: so many epochs, or as much of them as the budget affords."""
         object.__setattr__(self, "_to_run", epochs * steps if epochs else 0)
         object.__setattr__(self, "_out_of_budget", False)
+        object.__setattr__(self, "_ends", 0)
         self._enter_plan()
 
     def _enter_plan(self):
@@ -233,10 +234,10 @@ class Guard:
             steps = min(steps, max(self.budget.limit(self.ledger) - current.steps, 0))
         self.ledger.plan(steps)
 
-    def _end_plan(self, done):
+    def _end_plan(self, finished):
         """Ends the plan: it is what ran, unless the `fit` may have been stopped by results."""
         object.__setattr__(self, "_to_run", None)
-        if done and (self._out_of_budget or not self.stop_training):
+        if finished:
             with self._warning_of_disk():
                 self.ledger.fulfil(self._run)
 
@@ -412,5 +413,7 @@ class Guard:
                 "Did something set its step counter?"
             )
         self._ledger.settle(reserved, executed)
+        if executed < reserved:
+            object.__setattr__(self, "_ends", self._ends + 1)
         if self._to_run is not None:
             object.__setattr__(self, "_to_run", max(self._to_run - executed, 0))

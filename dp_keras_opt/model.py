@@ -95,6 +95,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "_fitting": False,
             "_to_run": None,
             "_out_of_budget": False,
+            "_ends": 0,
             "_shaped_in": None,
             "_others": (None, ()),
             "_moving_since": None,
@@ -229,15 +230,23 @@ class DPModel(Guard, PrivateStep, keras.Model):
         self._begin_segment()
         object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
         epochs, before = call["epochs"] - call["initial_epoch"], self._iterations()
-        history = None
+        finished, steps_of_epoch = False, self._steps_of_epoch(call, arrays)
         self._let_weights_move()
         try:
-            self._plan_steps(max(epochs, 0), self._steps_of_epoch(call, arrays))
+            self._plan_steps(max(epochs, 0), steps_of_epoch)
             if not self._affordable(self.steps_per_execution):
                 call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
             object.__setattr__(self, "_fitting", True)
             with replicas.worker_lost(self.distribute_strategy):
                 history = super().fit(*bound.args, **bound.kwargs)
+            # All epochs to the last one ran, each to its last step or to the end of the data; or
+            # the budget ended them. Whatever else did may have looked at results.
+            whole = call["epochs"] <= call["initial_epoch"] or history.epoch[-1:] == [
+                call["epochs"] - 1
+            ]
+            each = self._iterations() - before >= len(history.epoch) * steps_of_epoch
+            each = each or self._ends >= len(history.epoch)
+            finished = self._out_of_budget or (whole and each)
             if not self._affordable(self.steps_per_execution):
                 length = (history.params or {}).get("steps")  # none of a CallbackList of one's own
                 planned = None if length is None else length * epochs
@@ -245,7 +254,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
             return history
         finally:
             object.__setattr__(self, "_fitting", False)
-            self._end_plan(done=history is not None)
+            self._end_plan(finished)
             if self.ledger.steps:
                 checksums.register(self.weights)
             current = self.ledger.current
@@ -258,11 +267,12 @@ class DPModel(Guard, PrivateStep, keras.Model):
         """How many steps an epoch of `fit` has at most, infinite where that is not known."""
         if arrays:
             return -(-self.sampling.num_examples // call["batch_size"])
-        if call["steps_per_epoch"] is not None:  # whole executions
-            at_once = self.steps_per_execution
-            return -(-call["steps_per_epoch"] // at_once) * at_once
-        steps = data.number_of_batches(call["x"])
-        return math.inf if steps is None else steps
+        length = data.number_of_batches(call["x"])
+        length = math.inf if length is None else length
+        if call["steps_per_epoch"] is None:
+            return length
+        at_once = self.steps_per_execution  # whole executions, until the data end
+        return min(-(-call["steps_per_epoch"] // at_once) * at_once, length)
 
     def train_on_batch(
         self,

@@ -49,7 +49,7 @@ class PrivateStep:
                 "nowhere. In a training loop of your own, call train_on_batch."
             )
         batch = _as_batch(data)
-        if self._block is not None and batch.mask is None:
+        if self._sampling.is_padded and batch.mask is None:
             raise ValueError(LOST_ROWS)
         self._check_users(batch)
         plan = self._plan(batch)

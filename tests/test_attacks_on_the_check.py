@@ -593,3 +593,164 @@ def test_a_frozen_normalization_trains_eagerly():
     model = _dense(layers.BatchNormalization(trainable=False), run_eagerly=True)
     model.fit(X, Y, batch_size=B, verbose=0)
     assert model.ledger.steps == 2
+
+
+# Floats that stand for labels, ids or missing values; other weights; other random numbers.
+
+
+def _linear(*stack, units=1, shape=(4,), **options):
+    tensor = inputs = keras.Input(shape)
+    for layer in stack:
+        tensor = layer(tensor)
+    return dp.DPModel(inputs, layers.Dense(units, **options)(tensor))
+
+
+def _ranking(y, p):
+    """Pairs of one query, whose id is a float: another row's score is in the loss."""
+    same, better = y[:, :1] == y[None, :, 0], y[:, 1:] > y[None, :, 1]
+    pair = tf.cast(same & better, p.dtype)
+    return tf.reduce_sum(pair * tf.nn.softplus(tf.transpose(p) - p), axis=1)
+
+
+def _balanced(y, p):
+    positive = tf.cast(y == 1.0, p.dtype)
+    weight = tf.where(y == 1.0, 1.0, tf.reduce_mean(positive))
+    return tf.reduce_mean(weight * tf.square(y - p), axis=-1)
+
+
+def _imputed(missing):
+    def impute(t):
+        there = ops.where(missing(t), 0.0, t)
+        number = ops.sum(ops.cast(ops.logical_not(missing(t)), t.dtype), axis=0)
+        return ops.where(missing(t), ops.sum(there, axis=0) / ops.maximum(number, 1.0), t)
+
+    return layers.Lambda(impute)
+
+
+def _decorrelated(y, p):
+    c = p - tf.reduce_mean(p, axis=0)
+    covariance = tf.matmul(c, c, transpose_a=True)
+    penalty = tf.reduce_sum(tf.square(tf.linalg.set_diag(covariance, tf.zeros(3))))
+    return tf.reduce_mean(tf.square(y - p), axis=-1) + penalty
+
+
+def _annealed():
+    beta = tf.Variable(0.0)
+
+    def loss(y, p):
+        return tf.reduce_mean(tf.square(y - p), axis=-1) + beta * tf.reduce_mean(tf.square(p))
+
+    loss.beta = beta  # kept
+    return loss
+
+
+FLOATS = {
+    "ranking by a float id": lambda: (_linear(), _ranking, (2,)),
+    "balanced by float labels": lambda: (_linear(), _balanced, (1,)),
+    "NaN by the mean": lambda: (_linear(_imputed(ops.isnan)), "mse", (1,)),
+    "0 by the mean": lambda: (_linear(_imputed(lambda t: t == 0.0)), "mse", (1,)),
+    "a head of zeros": lambda: (_linear(units=3, kernel_initializer="zeros"), _decorrelated, (3,)),
+    "a penalty that begins at 0": lambda: (_linear(), _annealed(), (1,)),
+}
+
+
+@pytest.mark.parametrize("case", FLOATS)
+def test_mixing_by_floats_or_at_later_weights_is_refused(case):
+    """Each moved the sum by 7 to 22 C."""
+    model, loss, of_y = FLOATS[case]()
+    start = model.get_weights()
+    _check(_compiled(model, loss), _form(4), _form(*of_y), words="mixes")
+    assert all(map(np.array_equal, start, model.get_weights()))
+
+
+class _SumOfUnits(layers.Layer):
+    """Deep sets: padding gives 0 only as long as the bias is 0."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(8, activation="relu")
+
+    def call(self, inputs):
+        return ops.sum(self.dense(inputs), axis=1)
+
+
+@pytest.mark.parametrize("layer", [_SumOfUnits, layers.GlobalMaxPooling1D])
+def test_padding_that_shows_later_or_in_negative_numbers_is_refused(layer):
+    model = _compiled(_linear(layer(), shape=(None, 4)))
+    open_size = tf.TensorSpec((None, None, 4))
+    _check(model, open_size, tf.TensorSpec((None, 1)), words="gets longer")
+
+
+class _MixesSometimes(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, inputs, training=None):
+        if not training:
+            return inputs
+        mixed = inputs + ops.mean(inputs, axis=0, keepdims=True)
+        return ops.where(keras.random.uniform((), seed=self.seeds) < 0.3, mixed, inputs)
+
+
+def test_mixing_that_a_coin_decides_is_refused():
+    """All draws of the check had the same random numbers: 10 of 15 such models were accepted."""
+    for _seed in range(5):
+        _check(_compiled(_linear(_MixesSometimes())), _form(4), words="mixes")
+
+
+# Metrics that are read back; layers that draw in inference, too; what TensorFlow hides.
+
+
+class _AgainstTheMean(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean()
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs - self.mean.result()
+
+
+def test_a_metric_that_is_read_back_is_refused():
+    """It held what earlier batches were: 17 C."""
+    _check(_compiled(_linear(_AgainstTheMean())), _form(4), words="value of a metric")
+
+
+def test_a_metric_of_compile_that_the_loss_reads_is_refused():
+    metric = keras.metrics.MeanAbsoluteError()
+
+    def loss(y, p):
+        return tf.reduce_mean(tf.square(y - p), axis=-1) / (1 + metric.result())
+
+    model = _compiled(_linear(), loss, metrics=[metric])
+    _check(model, _form(4), words="value of a metric")
+
+
+class _Sampling(layers.Layer):
+    """Of a variational autoencoder: random in inference, too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, inputs):
+        noise = keras.random.normal(ops.shape(inputs), seed=self.seed_generator)
+        return inputs + 0.1 * noise
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_layers_that_are_random_in_inference(mixes):
+    stack = [_Sampling(), layers.Lambda(_centred)] if mixes else [_Sampling()]
+    _check(_compiled(_linear(*stack)), _form(4), words="mixes" if mixes else None)
+
+
+def test_ctc_trains():
+    inputs = keras.Input((6, 3))
+    model = _compiled(dp.DPModel(inputs, layers.Dense(5)(inputs)), keras.losses.CTC())
+    _check(model, _form(6, 3), _form(2, dtype="int32"))
+
+
+def test_float_ids_of_an_embedding():
+    inputs = keras.Input((2,))
+    hidden = layers.Flatten()(layers.Embedding(30, 3)(inputs))
+    _check(_compiled(dp.DPModel(inputs, layers.Dense(1)(hidden))), _form(2))

@@ -40,4 +40,4 @@ def test_the_code_to_read_is_as_long_as_the_page_says():
         paths = [ROOT / "dp_keras_opt" / folder / name.split("/")[-1] for name in names]
         assert sum(map(lines_of_code, paths)) == stated, row[0]
         total += stated
-    assert f"is {total:,} lines" in PAGE and 0 < total < 1500
+    assert f"is {total:,} lines" in PAGE and 0 < total < 1650

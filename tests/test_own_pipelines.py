@@ -183,6 +183,34 @@ def test_map_of_a_generator_says_where_to_change_examples():
         batches.map(lambda x, y: (x, y))
 
 
+@pytest.mark.parametrize("how", ["train_on_batch", "assume_sampling"])
+def test_rows_lost_on_the_way_to_ones_own_loop_are_refused(how):
+    """The sampling that a sampler states is of padded batches, wherever it is used."""
+    train, private = poisson(), model()
+    before = private.get_weights()
+    with pytest.raises(ValueError, match=r"(?s)padding.*batches\.map"):
+        if how == "train_on_batch":
+            private.sampling = train.sampling
+            for x, y, _rows in train:
+                private.train_on_batch(x, y)
+        else:
+            dropped = train.dataset.map(lambda x, y, rows: (x, y))
+            private.fit(dp.data.assume_sampling(dropped, train.sampling), verbose=0)
+    assert all(map(np.array_equal, before, private.get_weights()))
+
+
+def test_what_says_that_batches_are_padded_is_no_part_of_the_sampling():
+    train = poisson()
+    assert train.sampling == Sampling.poisson(N, B) and "is_padded" not in repr(train.sampling)
+    again = Sampling.from_config(train.sampling.get_config())
+    assert again == train.sampling and not again.is_padded
+    private = model()
+    private.sampling = train.sampling
+    for x, y, rows in train:
+        private.train_on_batch(x, y, rows)
+    assert private.ledger.steps == 3
+
+
 # Epochs.
 
 ORDERED = [Sampling.shuffled, Sampling.fixed_order]

@@ -232,3 +232,44 @@ def test_an_interrupted_fit_that_is_resumed_by_keras(tmp_path):
     assert model.ledger.steps == 4 * STEPS
     _guarantees(model, 4 * STEPS)
     assert "Stopped early" not in model.ledger.statement(DELTA)
+
+
+class _Raises(keras.callbacks.Callback):
+    """What Keras takes for the end of the data."""
+
+    def __init__(self, error, step):
+        super().__init__()
+        self.error, self.step = error, step
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.ledger.steps == self.step:
+            raise self.error
+
+
+class _StopsAndHidesIt(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+    def on_train_end(self, logs=None):
+        self.model.stop_training = False
+
+
+def _no_more():
+    return tf.errors.OutOfRangeError(None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("callback", "epochs"),
+    [
+        (lambda: _Raises(StopIteration(), 2), 1),
+        (lambda: _Raises(StopIteration(), 2), 4),
+        (lambda: _Raises(_no_more(), 2), 4),
+        (_StopsAndHidesIt, 4),
+    ],
+)
+def test_stops_that_look_like_the_end_of_the_data(callback, epochs):
+    """They stated 1.562 where 2.021 was planned."""
+    model = _model()
+    model.fit(_batches(), epochs=epochs, verbose=0, callbacks=[callback()])
+    assert model.ledger.steps < epochs * STEPS
+    _guarantees(model, epochs * STEPS)

@@ -61,6 +61,9 @@ class Sampling:
     drop_remainder: bool = False
     groups: int = 1
     examples_per_unit: int | None = None
+    #: Whether batches are padded, so that training needs the `Rows` that tell padding from data.
+    #: Of batches in hand, and not of the sampling: neither compared nor saved.
+    is_padded: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def __post_init__(self):
         if self.kind not in ADJACENCIES:
@@ -313,7 +316,9 @@ class Sampling:
 
     def get_config(self) -> dict[str, Any]:
         """The attributes, as JSON-able values."""
-        return dataclasses.asdict(self)
+        config = dataclasses.asdict(self)
+        del config["is_padded"]
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Sampling:

@@ -38,6 +38,9 @@ _DRAWS = (
 #: Rows of the synthetic batch; unlikely as a size of anything else in a model.
 ROWS = 3
 
+#: Why a batch is of no use with which a model runs all the same.
+NOT_FINITE = "its loss is not finite"
+
 #: What a model raises for ids, words or sizes that it has no place for.
 _DOES_NOT_RUN = (
     ArithmeticError,
@@ -111,7 +114,7 @@ def _checked(model, batch, forward, before, weights, assignments):
                 losses = np.asarray(forward(rows))
         except _DOES_NOT_RUN as error:
             return f"{type(error).__name__}: {error}"
-        return None if np.isfinite(losses).all() else "its loss is not finite"
+        return None if np.isfinite(losses).all() else NOT_FINITE
 
     synthetic = Synthetic(batch)
     synthetic.widen(model, why_not)
@@ -138,9 +141,9 @@ def _checked(model, batch, forward, before, weights, assignments):
         for row, at in ((0, before), (rows - 1, away)):
             drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style)
             at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both
-            reason = why_not(drawn[0], at)
-            if reason is not None and (style == "missing" or not reason.startswith("its loss")):
-                continue  # not for this model: it has no place for such floats
+            reason = why_not(drawn[1], at)
+            if reason is not None and (style == "missing" or reason != NOT_FINITE):
+                continue  # the model has no place for such floats
             validation.check_independence(model, forward, *drawn, row, at)
     before.shift = 0
     compare = functools.partial(_compare, model, (narrow, wide), is_random, before)

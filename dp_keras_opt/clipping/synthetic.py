@@ -88,20 +88,23 @@ class Synthetic:
         """Two batches that differ in one row.
 
         Floats are of the given magnitude, of both signs above 1; of the style "whole" they are few
-        whole numbers, as labels and ids in a table of floats are; of the style "missing" some are
-        NaN. With `outlier` those of the
+        whole numbers, as labels and ids in a table of floats are; of the style "missing" some of x
+        are NaN. With `outlier` those of the
         changed row are a million times larger, and its other values go from one extreme to the
         other. Without `wide`, integers are 0 and 1, and strings such as the model need not know.
         """
 
-        def two(leaf, pools):
+        of_x = len(tf.nest.flatten(self._structure[0]))
+
+        def two(leaf, pools, place):
             if leaf is None:
                 return None, None
+            floats = "real" if style == "missing" and place >= of_x else style
             shape, one = self._shape(leaf, rows), slice(row, row + 1)
             if pools is None:
-                values = _floats(random, shape, leaf.dtype, magnitude, style)
+                values = _floats(random, shape, leaf.dtype, magnitude, floats)
                 changed = values.copy()
-                changed[one] = _floats(random, (1, *shape[1:]), leaf.dtype, magnitude, style)
+                changed[one] = _floats(random, (1, *shape[1:]), leaf.dtype, magnitude, floats)
                 if outlier:
                     changed[one] *= 1e6 if leaf.dtype.size > 2 else 1e3
             else:
@@ -117,7 +120,8 @@ class Synthetic:
                 changed[one] = np.where(same, high, changed[one])
             return _tensor(values, leaf), _tensor(changed, leaf)
 
-        first, second = zip(*map(two, self._leaves, self._pools), strict=True)
+        places = range(len(self._leaves))
+        first, second = zip(*map(two, self._leaves, self._pools, places), strict=True)
         return self._batch(first), self._batch(second)
 
     def longer(self, batch: Batch) -> Iterator[Batch]:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _Kept = TypeVar("_Kept")
 
 #: Keras arguments that would mean something else under clipping and noise, and what to use.
-#: Below it, squares of the gradients that it bounds leave the range of float32.
-_LEAST_CLIP_NORM = 1e-12
+#: Beyond them, squares of the gradients that they bound leave the range of float32.
+_LEAST_CLIP_NORM, _MOST_CLIP_NORM = 1e-12, 1e18
 
 _REFUSED = {
     "clipnorm": "it would clip the batch gradient, which bounds no single example; use clip_norm",
@@ -105,6 +105,11 @@ def _clip_norm(name: str, value: Any) -> float:
             f"{name}={value} is too small for the squares of float32 gradients, which would count "
             f"as 0: norms would not be bounded. Use at least {_LEAST_CLIP_NORM}, and scale the "
             "learning rate instead."
+        )
+    if _MOST_CLIP_NORM < value < math.inf:
+        raise ValueError(
+            f"{name}={value} is too large: gradients and noise of that size leave the range of "
+            f"float32. Use at most {_MOST_CLIP_NORM}."
         )
     return value
 
