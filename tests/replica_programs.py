@@ -271,6 +271,7 @@ def models_are_checked(strategy):
     signature = tf.TensorSpec([None, DIM]), tf.TensorSpec([1])
     texts = tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
     texts = texts.padded_batch(BATCH, drop_remainder=True)
+    texts = texts.apply(tf.data.experimental.assert_cardinality(2))
     padded = dp.data.assume_sampling(texts, dp.accounting.Sampling.shuffled(2 * BATCH, BATCH))
     normalized = keras.layers.SpectralNormalization
     for data, shape, layer, words in (
