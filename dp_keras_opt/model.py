@@ -90,6 +90,9 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "_resumed": None,
             "_process": entropy.process(),
             "_plans": {},
+            "_checked": None,
+            "_objective": None,
+            "_is_heard": False,
             "physical_batch_size": None,
             "_block": None,
             "_fitting": False,
@@ -107,6 +110,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         }.items():
             object.__setattr__(self, name, value)
         self._ledger_state = _LedgerState(self)  # tracked, for tf.train.Checkpoint
+        object.__setattr__(self, "_born_with", {*vars(self), "_born_with"})
 
     # Compiling.
 
@@ -165,8 +169,17 @@ class DPModel(Guard, PrivateStep, keras.Model):
         object.__setattr__(self, "physical_batch_size", physical_batch_size)
         object.__setattr__(self, "release_observers", ())
         object.__setattr__(self, "_resumed", None)
-        self._plans.clear()
+        self._expect_the_same(loss, kwargs, physical_batch_size)
         self.ledger.close()
+
+    def _expect_the_same(self, loss, options, physical_batch_size):
+        """Forgets what was checked, unless the model and what it minimises are what they were."""
+        asked = ("loss_weights", "metrics", "weighted_metrics")
+        ran = physical_batch_size, self.jit_compile, self.run_eagerly
+        objective = (loss, *(options.get(name) for name in asked), *ran)
+        object.__setattr__(self, "_objective", objective)
+        if self._checked is None or not self._checked.is_that_of(self, objective):
+            self._plans.clear()
 
     def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
@@ -226,6 +239,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         else:
             self._sample_as(_sampling_of_arrays(call, self.optimizer))
             object.__setattr__(self, "_block", None)
+        object.__setattr__(self, "_is_heard", bool(call["verbose"]))
         call["callbacks"] = _reports_first(call["callbacks"])
         self._begin_segment()
         object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)

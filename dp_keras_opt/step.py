@@ -1,5 +1,7 @@
 """The private training step: one logical batch, chunk by chunk, with one noise draw."""
 
+import contextlib
+import threading
 from typing import Any
 
 import keras
@@ -8,19 +10,25 @@ from keras import tree
 
 from dp_keras_opt import clipping, noise, replicas
 from dp_keras_opt.clipping import Batch, per_example
+from dp_keras_opt.clipping.identity import Identity
 from dp_keras_opt.data import LOST_ROWS, Rows
 from dp_keras_opt.losses import per_example_losses, update_metrics
 
 #: Factor on a float16 loss: a power of two, undone before the norm is taken.
 FLOAT16_LOSS_SCALE = 2.0**7
 
+#: Seconds after which a check of the model is announced.
+PATIENCE = 5.0
+
 
 class PrivateStep:
     """Mixin over `keras.Model`: what happens to one batch, from raw rows to updated weights.
 
     It reads `optimizer`, `release_observers`, `physical_batch_size`, `_block` (rows to process at
-    once) and `_stepping` (whether the ledger knows of the step), and keeps `_plans` (which engine
-    serves which layer) and `_non_finite` (a count); `DPModel` has them.
+    once), `_stepping` (whether the ledger knows of the step), `_objective` (what `compile` was
+    given) and `_is_heard` (whether `fit` shows progress), and keeps `_plans` (which engine serves
+    which layer), `_checked` (the `Identity` of the model for which they hold) and `_non_finite` (a
+    count); `DPModel` has them.
     """
 
     def train_step(self, data: Any) -> dict[str, Any]:
@@ -134,7 +142,11 @@ class PrivateStep:
                 if layers == self._trained_parts():
                     form = _common(form, other) or form
         structure = (batch.x, batch.y, batch.sample_weight)
-        plan = clipping.checked_plan(self, Batch(*tf.nest.pack_sequence_as(structure, form)))
+        synthetic = Batch(*tf.nest.pack_sequence_as(structure, form))
+        with _announced(self._fitting and self._is_heard):
+            rows = self.physical_batch_size or synthetic.rows
+            plan = clipping.checked_plan(self, synthetic, rows)
+        object.__setattr__(self, "_checked", Identity(self, self._objective))
         clipping.clip_groups(self, self.optimizer.query())  # names layers that exist
         loops = any(per_example.has_loops(layer) for layer in plan.general)
         plan = plan._replace(sequential=bool(self.jit_compile and loops))
@@ -246,6 +258,18 @@ class PrivateStep:
         if self._non_finite is None:
             return 0
         return replicas.local_sum(self.distribute_strategy, self._non_finite)
+
+
+@contextlib.contextmanager
+def _announced(heard):
+    """Says so if the check takes long, where the progress of training is shown."""
+    patience = threading.Timer(PATIENCE, print, ["Checking the model (once) ..."], {"flush": True})
+    if heard:
+        patience.start()
+    try:
+        yield
+    finally:
+        patience.cancel()
 
 
 def _as_batch(data, convert=tf.convert_to_tensor):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from dp_keras_opt.clipping.clipped_sum import Batch
 from dp_keras_opt.clipping.synthetic import Synthetic
@@ -33,7 +32,7 @@ def require_length(synthetic: Synthetic) -> None:
 
 def check_lengths(
     model: keras.Model,
-    losses_of: Callable[[Batch], tf.Tensor],
+    slope: Callable[[Batch], list[np.ndarray]],
     why_not: Callable[[Batch], str | None],
     synthetic: Synthetic,
     batch: Batch,
@@ -45,7 +44,7 @@ def check_lengths(
 
     Args:
         model: the model.
-        losses_of: function of a batch that gives its losses, without randomness.
+        slope: function of a batch that gives its losses and gradients, without randomness.
         why_not: why the model gives no finite losses for a batch, None where it does.
         synthetic: what pads a batch where the data leaves sizes open, with 0, "" or False.
         batch: a synthetic batch.
@@ -58,12 +57,12 @@ def check_lengths(
     names = ", ".join(synthetic.open_leaves)
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     tolerance = 0.05 if half else 1e-3
-    before, compared = losses_and_gradients(model, losses_of, batch), False
+    before, compared = slope(batch), False
     for longer in synthetic.longer(batch):
         if why_not(longer) is not None:
             continue
         compared = True
-        for old, new in zip(before, losses_and_gradients(model, losses_of, longer), strict=True):
+        for old, new in zip(before, slope(longer), strict=True):
             largest = np.abs(old).max(initial=0.0)
             if not np.abs(old - new).max(initial=0.0) <= tolerance * largest + 1e-5:
                 raise ValueError(
@@ -82,16 +81,3 @@ def check_lengths(
             f"those that were tried ({synthetic.length}), so that it cannot be checked that rows "
             f"do not change with the length of their batch. {_FIX}."
         )
-
-
-def losses_and_gradients(model, losses_of, batch):
-    """The losses (B,), and the gradients of a sum of them that weighs each differently."""
-    with tf.GradientTape() as tape:
-        losses = losses_of(batch)
-        total = tf.reduce_sum(losses * tf.range(1, len(losses) + 1, dtype=losses.dtype))
-    gradients = tape.gradient(total, [v.value for v in model.trainable_variables])
-    return [
-        tf.convert_to_tensor(tensor).numpy().astype(np.float64)
-        for tensor in (losses, *gradients)
-        if tensor is not None
-    ]

@@ -34,16 +34,19 @@ def owns_variables(layer):
     return any(id(v) not in below for v in layer.trainable_variables)
 
 
+def runs_loop(layer):
+    """Whether the layer runs its sublayers in a loop."""
+    return isinstance(layer, LOOPS) and not isinstance(layer, ONCE)
+
+
 def is_unit(layer):
     """Whether a layer without a rule is run as a whole, and not sublayer by sublayer."""
-    in_loop = isinstance(layer, LOOPS) and not isinstance(layer, ONCE)
-    return in_loop or owns_variables(layer)
+    return runs_loop(layer) or owns_variables(layer)
 
 
 def has_loops(layer):
     """Whether the layer, or one inside it, runs others in a loop; XLA cannot vectorise that."""
-    parts = layer._flatten_layers()
-    return any(isinstance(part, LOOPS) and not isinstance(part, ONCE) for part in parts)
+    return any(map(runs_loop, layer._flatten_layers()))
 
 
 def max_rows(layers):

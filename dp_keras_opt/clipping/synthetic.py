@@ -35,16 +35,19 @@ class Synthetic:
     a table without an error.
 
     Attributes:
+        rows: of the batches with which it is tried what a model takes.
         length: what stands for the sizes that the form leaves open, besides the number of rows;
             None where it leaves none, or where no length runs.
         reason: why no length runs, None where one does.
     """
 
-    def __init__(self, form: Batch) -> None:
+    def __init__(self, form: Batch, rows: int = 2) -> None:
         """
         Args:
             form: a batch of which shapes and dtypes are read, and no values.
+            rows: how many rows are enough.
         """
+        self.rows = rows
         self._structure = (form.x, form.y, form.sample_weight)
         self._leaves = tf.nest.flatten(self._structure)
         self._pools = [_usual(leaf) for leaf in self._leaves]
@@ -186,13 +189,13 @@ class Synthetic:
             self._pools = usual
 
     def _trial(self, pools=None):
-        """Two rows with the extremes of each pool, and what lies between them."""
+        """Rows with the extremes of each pool, and what lies between them."""
         random = np.random.default_rng(0)
 
         def tensor(leaf, pools):
             if leaf is None:
                 return None
-            shape = self._shape(leaf, 2)
+            shape = self._shape(leaf, self.rows)
             if pools is None:
                 return _tensor(_floats(random, shape, leaf.dtype, 1.0), leaf)
             values = [*_extremes(pools), *_drawn(random, pools, (32,))]

@@ -1,0 +1,74 @@
+"""Whether the engines of a plan give each example's gradient: held against the tape, row by row."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.clipping.book_keeping import Plan
+from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
+from dp_keras_opt.clipping.state_changes import Snapshot
+
+
+def wrong_variables(
+    model: keras.Model, plan: Plan, batches: Sequence[Batch], before: Snapshot, is_random: bool
+) -> list[str]:
+    """Paths of the variables for which the engines give another gradient than the tape.
+
+    Args:
+        model: a built and compiled `DPModel`.
+        plan: which engine serves which layer.
+        batches: two synthetic batches.
+        before: the model's state at which each pass begins.
+        is_random: whether a pass in training mode draws random numbers.
+
+    Raises:
+        CallFailed: an engine cannot serve a call of a layer.
+        ValueError: the loss depends on no trainable variable.
+    """
+    half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
+    # Large gradients too: a backward pass may bound those of the batch as a whole.
+    scales, tolerance = ((1.0, 1.0), 0.1) if half else ((1.0, 1e4), 1e-3)
+    wrong = [
+        path
+        for scale, batch in zip(scales, batches, strict=True)
+        for path in _wrong_at(model, plan, batch, before, is_random, scale, tolerance)
+    ]
+    return list(dict.fromkeys(wrong))
+
+
+def _wrong_at(model, plan, batch, before, is_random, scale, tolerance):
+    """Those for one batch, with the loss scaled up, and the gradients scaled down again."""
+    variables = model.trainable_variables
+    before.put_back()
+    with contextlib.ExitStack() as tapes:
+        tape = tf.GradientTape(persistent=True)
+        if is_random:  # only the same pass has the same masks
+            tapes.enter_context(tape)
+        losses, _, factors = per_example_gradients(model, batch, plan, scale)
+        if not is_random:
+            tapes.enter_context(tape)
+            before.put_back()
+            y_pred = model(batch.x, training=True)
+            losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
+    wrong, any_gradient = [], False
+    for row in np.eye(len(losses), dtype=np.float32):
+        upstream = tf.cast(row * scale, losses.dtype)
+        expected = tape.gradient(losses, [v.value for v in variables], output_gradients=upstream)
+        for variable, factor, reference in zip(variables, factors, expected, strict=True):
+            any_gradient |= reference is not None
+            zeros = np.zeros(variable.shape, np.float32)
+            if reference is None:
+                reference = zeros
+            reference = tf.convert_to_tensor(reference).numpy() / scale
+            result = zeros if factor is None else factor.weighted_sum(row).numpy()
+            error = np.abs(result - reference).max(initial=0.0)
+            if not error <= tolerance * np.abs(reference).max(initial=0.0) + 1e-6:
+                wrong.append(variable.path)
+    if variables and not any_gradient:
+        raise ValueError("The loss depends on no trainable variable: there is nothing to train.")
+    return wrong

@@ -1,0 +1,71 @@
+"""Whether a model is still the one that was checked before its first step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import keras
+
+#: What `compile`, `fit`, `evaluate` and `predict` set on a model.
+_OF_RUNS = {
+    "_compile_loss",
+    "_compile_metrics",
+    "_loss_tracker",
+    "predict_function",
+    "stop_evaluating",
+    "stop_predicting",
+    "stop_training",
+    "test_function",
+    "train_function",
+}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Identity:
+    """What a check depends on, besides the form of the batches and what is trained.
+
+    These are the layers, their types of numbers and their attributes as far as these are plain
+    values or functions, and the objective. Objects count as the same only if they are one, and are
+    held weakly.
+    """
+
+    def __init__(self, model: keras.Model, objective: Any) -> None:
+        """
+        Args:
+            model: a `DPModel`, of whose attributes those count that it was not born with.
+            objective: a structure of all else, such as losses and options of `compile`.
+        """
+        others = _OF_RUNS | model._born_with
+        paths = keras.tree.flatten_with_path(objective)
+        self._parts = [(path, _held(leaf)) for path, leaf in paths]
+        for layer in model._flatten_layers():
+            self._parts += [(None, _held(layer)), (None, layer.compute_dtype)]
+            for name, value in sorted(vars(layer).items()):
+                if name == "_trainable" or (layer is model and name in others):
+                    continue
+                if isinstance(value, _PLAIN) or callable(value):
+                    self._parts.append((name, _held(value)))
+
+    def is_that_of(self, model: keras.Model, objective: Any) -> bool:
+        """Whether this model and objective would be checked in the same way."""
+        others = Identity(model, objective)._parts
+        return len(others) == len(self._parts) and all(map(_same, self._parts, others))
+
+
+def _held(value):
+    if isinstance(value, _PLAIN):
+        return value
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return object()  # the same as nothing
+
+
+def _same(one, other):
+    (place, a), (other_place, b) = one, other
+    if place != other_place or type(a) is not type(b):
+        return False
+    if isinstance(a, weakref.ref):
+        return a() is not None and a() is b()
+    return a == b
