@@ -195,7 +195,7 @@ def test_several_models_on_one_ledger(model):
     optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, batch_size=4, noise_multiplier=1.0)
     other.compile(optimizer, "mse")
     other.ledger = model.ledger
-    model.sampling = other.sampling = batches().sampling
+    model.sampling = other.sampling = dp.accounting.Sampling.poisson(40, 4)
     x, y = np.zeros((4, 4)), np.zeros((4, 2))
     for _ in range(3):  # in turn, each with a run of its own
         model.train_on_batch(x, y)
