@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
@@ -76,14 +76,14 @@ def _is_graph(model):
     return any(isinstance(model, kind) and type(model).call is kind.call for kind in kinds)
 
 
-def names(layers: list[keras.layers.Layer], shown: int = 3) -> str:
-    """The names of layers, for a message."""
+def names(layers: Sequence[str], shown: int = 3) -> str:
+    """The names of layers for a message, the first few of many."""
     more = f" and {len(layers) - shown} more" * (len(layers) > shown)
-    return ", ".join(f"'{layer.name}'" for layer in layers[:shown]) + more
+    return ", ".join(f"'{name}'" for name in layers[:shown]) + more
 
 
 def _warn(found):
-    left = [layer for layer, owner in found if owner]
+    left = [layer.name for layer, owner in found if owner]
     if left:
         owners = dict.fromkeys(type(owner).__name__ for _, owner in found if owner)
         warnings.warn(
@@ -91,7 +91,7 @@ def _warn(found):
             f"{', '.join(owners)} calls. Freeze it (layer.trainable = False), or replace it there.",
             stacklevel=3,
         )
-    trained = [layer for layer, owner in found if not owner and _has_statistics(layer)]
+    trained = [layer.name for layer, owner in found if not owner and _has_statistics(layer)]
     if trained:
         warnings.warn(
             f"clipping.fix drops the moving mean and variance of BatchNormalization "

@@ -157,7 +157,7 @@ def _checked(model, batch, forward, before, weights, assignments):
                 f"The per-example gradients of {wrong} cannot be computed, not even by running the "
                 f"model one example at a time: {reason}."
             )
-        plan = plan.demote(layers, model)
+        plan = plan.demote(layers, model, reason)
         if any(isinstance(layer, keras.Model) for layer in plan.general):
             warnings.warn(
                 f"The per-layer engines do not cover every use of {wrong} ({reason}); the whole "

@@ -33,7 +33,7 @@ def validate(model: keras.Model) -> None:
 def _normalizations(model):
     by_owner = {}
     for layer, owner in dict.fromkeys(trained_normalizations(model)):
-        by_owner.setdefault(owner, []).append(layer)
+        by_owner.setdefault(owner, []).append(layer.name)
     for owner, layers in by_owner.items():
         if owner is None:
             fix = (
