@@ -59,13 +59,22 @@ def taken_back(variables):
         register(known)
 
 
-def to_config(variables):
-    """The checksums as JSON-able values: those of now, and which variables were changed."""
+def to_config(variables, rewritten=()):
+    """The checksums as JSON-able values: those of now, and which variables were changed.
+
+    Args:
+        variables: whose.
+        rewritten: those of them that are not saved as they are. None stands for their sums.
+    """
     are_changed(variables)
-    return [
-        CHANGED if _sums.get(id(variable)) == CHANGED else [_dtype(variable), value]
-        for variable, value in zip(variables, sums_of(variables), strict=True)
-    ]
+    rewritten = {id(variable) for variable in rewritten}
+
+    def entry(variable, value):
+        if _sums.get(id(variable)) == CHANGED:
+            return CHANGED
+        return None if id(variable) in rewritten else [_dtype(variable), value]
+
+    return list(map(entry, variables, sums_of(variables)))
 
 
 def from_config(variables, config):
@@ -77,7 +86,7 @@ def from_config(variables, config):
     for variable, entry in zip(variables, config, strict=True):
         if entry == CHANGED:
             _set(variable, CHANGED)
-        elif entry[0] == _dtype(variable):
+        elif entry is not None and entry[0] == _dtype(variable):
             _set(variable, entry[1])
 
 

@@ -86,7 +86,9 @@ class Guard:
     def _saved_ledger(self):
         """The ledger as text, with the checksums of the weights that it speaks of."""
         ledger = json.loads(self.ledger.to_json())
-        return json.dumps(ledger | {"weights": checksums.to_config(self.weights)}, indent=1)
+        with_lora = (x for x in self._flatten_layers() if getattr(x, "lora_enabled", False))
+        merged = [variable for layer in with_lora for variable in layer.weights]  # when saved
+        return json.dumps(ledger | {"weights": checksums.to_config(self.weights, merged)}, indent=1)
 
     def statement(self, delta: float, accountant: Accountant = "rdp", group_size: int = 1) -> str:
         """The guarantee of the weights in words; see `accounting.statement`.

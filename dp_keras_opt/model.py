@@ -548,7 +548,7 @@ def _tie(model, private):
 
 def _counterpart(model):
     if isinstance(model, keras.Sequential) and model.built:
-        return DPModel(model.inputs, model.outputs, name=model.name)
+        return DPModel(model.inputs[0], model.outputs[0], name=model.name)
     if isinstance(model, Functional) and type(model).call is Functional.call:
         return DPModel(model.input, model.output, name=model.name)
     return PrivateWrapper(model, name=model.name)

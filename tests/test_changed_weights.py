@@ -238,6 +238,28 @@ def test_other_types_and_frozen_layers(dtype, tmp_path):
     assert _is_changed(again)
 
 
+def test_lora_that_saving_merges_is_no_change(tmp_path):
+    """Keras saves kernel + A·B for the kernel, and zeros for A and B: private all the same."""
+    base = _base()
+    base.layers[0].enable_lora(2)
+    model = _compiled(dp.make_private(base))
+    _fit(model)
+    assert np.any(base.layers[0].lora_kernel_b)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.ledger.steps == 3 and not _is_changed(again)
+    model.save_weights(tmp_path / "model.weights.h5")
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert not _is_changed(model)
+    again.layers[-1].bias.assign([7.0])  # a layer without LoRA is still watched
+    assert _is_changed(again)
+    _fit(model)
+    base.layers[0].lora_kernel_a.assign_add(keras.ops.ones((3, 2)))
+    assert _is_changed(model)
+    model.save(tmp_path / "changed.keras")
+    assert _is_changed(keras.saving.load_model(tmp_path / "changed.keras"))
+
+
 def test_a_part_that_another_private_model_trains_is_no_change():
     inputs = keras.Input((3,))
     shared = layers.Dense(4)

@@ -1351,28 +1351,31 @@ def test_explain(capsys):
         adapted(keras.Model(inputs, layers.Dense(2, name="head")(hidden)), adapter, 2, 1)
     )
     served = explain(model)
-    assert sorted(served) == sorted(
-        [
-            ("query", "EinsumDense", 42, "rule"),
-            ("key", "EinsumDense", 42, "rule"),
-            ("value", "EinsumDense", 42, "rule"),
-            ("attention_output", "EinsumDense", 42, "rule"),
-            ("norm", "LayerNormalization", 12, "rule"),
-            ("adapter", "Dense", 2 * (6 + 5) + 5, "rule"),
-            ("lstm", "LSTM", 4 * 4 * (5 + 4 + 1), "one example at a time"),
-            ("head", "Dense", 10, "rule"),
-            ("frozen", "Dense", 42, "frozen"),
-        ]
-    )
-    lines = capsys.readouterr().out.splitlines()
+    assert served == [
+        ("attention/query", "EinsumDense", 42, "rule", ""),
+        ("attention/key", "EinsumDense", 42, "rule", ""),
+        ("attention/value", "EinsumDense", 42, "rule", ""),
+        ("attention/attention_output", "EinsumDense", 42, "rule", ""),
+        ("norm", "LayerNormalization", 12, "rule", ""),
+        ("adapter", "Dense", 2 * (6 + 5) + 5, "rule", ""),
+        ("lstm", "LSTM", 4 * 4 * (5 + 4 + 1), "one example at a time", "no rule for LSTM"),
+        ("head", "Dense", 10, "rule", ""),
+        ("frozen", "Dense", 42, "frozen", ""),
+    ]
+    *lines, empty, sums, reason = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["layer", *(row.layer for row in served)]
     engines = ["engine", *(row.engine for row in served)]
     starts = {line.rindex(engine) for line, engine in zip(lines, engines, strict=True)}
     assert len(starts) == 1  # aligned
+    assert (empty, reason) == ("", "'lstm': no rule for LSTM")
+    assert sums == (
+        "rule: 7 layers, 217 weights; one example at a time: 1 layer, 160 weights; "
+        "frozen: 1 layer, 42 weights"
+    )
 
 
 def test_explain_after_training():
-    """The engines that passed the check; a table of two layers of one name tells them apart."""
+    """The engines that passed the check; paths tell layers of one name apart."""
     inputs = keras.Input((3, 4))
     hidden = layers.MultiHeadAttention(1, 2)(inputs, inputs)
     hidden = layers.MultiHeadAttention(1, 2)(hidden, hidden)
@@ -1381,7 +1384,48 @@ def test_explain_after_training():
     model.train_on_batch(normal(3, 4), normal(2))
     served = explain(model)
     assert {row.engine for row in served} == {"rule"}
+    blocks = [f"{layer.name}/query" for layer in model.layers if "attention" in layer.name]
+    assert len(blocks) == 2 and {row.layer for row in served} > set(blocks)
     assert len({row.layer for row in served}) == len(served) == 9
+
+
+def test_explain_layers_of_one_path():
+    class Two(layers.Layer):
+        def __init__(self):
+            super().__init__(name="two")
+            self.parts = [layers.Dense(4, name="part"), layers.Dense(4, name="part")]
+
+        def call(self, inputs):
+            return self.parts[1](self.parts[0](inputs))
+
+    inputs = keras.Input((4,))
+    model = private(keras.Model(inputs, headed(Two()(inputs))))
+    assert [row.layer for row in explain(model)][:2] == ["two/part", "two/part_2"]
+
+
+def test_explain_says_why_there_is_no_rule():
+    class MyDense(layers.Dense):
+        pass
+
+    inputs = keras.Input((4, 4))
+    hidden = MyDense(4, name="own")(inputs)
+    hidden = layers.EinsumDense("btc,cc->btc", (4, 4), name="diagonal")(hidden)
+    model = private(keras.Model(inputs, headed(hidden)))
+    reasons = {row.layer: row.reason for row in explain(model)}
+    assert reasons["own"] == "no rule for MyDense"
+    assert "EinsumDense does not hold for how this one is configured" in reasons["diagonal"]
+
+
+def test_explain_a_layer_that_is_trained_within_a_frozen_one():
+    """As `enable_lora` of keras_hub leaves it: each part stays in the table, by its path."""
+    inputs = keras.Input((3, 4))
+    attention = layers.MultiHeadAttention(1, 2, name="attention")
+    model = keras.Model(inputs, headed(attention(inputs, inputs)))
+    attention.trainable = False
+    attention.query_dense.trainable = True
+    served = {row.layer: row for row in explain(private(model))}
+    assert served["attention/query"].weights == 10
+    assert served["attention/key"].engine == "frozen"
 
 
 def test_explain_where_a_rule_has_failed():
@@ -1399,5 +1443,8 @@ def test_explain_where_a_rule_has_failed():
     model = private(keras.Model(inputs, headed(Twice()(inputs))))
     model.sampling = dp.accounting.Sampling.poisson(100, 4)
     model.train_on_batch(normal(4), normal(2))
-    engines = [(row.kind, row.engine) for row in explain(model)]
-    assert engines == [("Twice", "one example at a time"), ("Dense", "rule")]
+    twice, head = explain(model)
+    assert (twice.kind, twice.engine) == ("Twice", "one example at a time")
+    assert twice.reason.startswith("demoted: layer 'dense")
+    assert "without any tensor that has one row per example" in twice.reason
+    assert (head.kind, head.engine, head.reason) == ("Dense", "rule", "")

@@ -727,6 +727,12 @@ def test_a_tensorflow_checkpoint_carries_the_ledger(tmp_path):
     assert steps > 0 and other.ledger.steps == steps
 
 
+def test_the_counterpart_of_a_sequential_goes_into_a_sequential():
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    whole = keras.Sequential([keras.Input((3,)), dp.make_private(plain), keras.layers.Dense(1)])
+    assert whole.output_shape == (None, 1)
+
+
 def test_make_private_gives_one_counterpart_with_one_ledger():
     base = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     assert dp.make_private(base) is dp.make_private(base)

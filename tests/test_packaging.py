@@ -46,3 +46,19 @@ def test_the_package_says_that_it_is_typed():
     assert (ROOT / "dp_keras_opt" / "py.typed").exists()
     assert "py.typed" in config["options.package_data"]["dp_keras_opt"].split()
     assert "Typing :: Typed" in config["metadata"]["classifiers"]
+
+
+def test_pages_that_need_more_packages_are_run_where_these_are():
+    front = re.compile(r"\A---\nextra: (\w+)\n---\n")
+    pages = {page: front.match(page.read_text("utf-8")) for page in (ROOT / "docs").rglob("*.md")}
+    extras = {found.group(1) for found in pages.values() if found}
+    assert extras == {"hub"}
+    config = configparser.ConfigParser()
+    config.read(ROOT / "tox.ini", encoding="utf-8")
+    environment = config["testenv:hub"]
+    assert "hub" in environment["extras"].split(", ") and " -t hub " in environment["commands"]
+    assert "tox -e hub" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    packages = ("keras_hub", "keras_tuner", "datasets", "PIL")
+    for page, found in pages.items():
+        imported = re.findall(r"^(?:import|from) (\w+)", page.read_text("utf-8"), re.M)
+        assert found or not set(imported) & set(packages), page

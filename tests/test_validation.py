@@ -70,57 +70,6 @@ def test_batch_normalization_made_while_building_is_refused():
         model.fit(X, Y, verbose=0)
 
 
-def _functional_with_norm():
-    inputs = keras.Input((4, 6))
-    hidden = layers.BatchNormalization(name="norm")(layers.Dense(6, name="first")(inputs))
-    return keras.Model(inputs, layers.Dense(1, name="last")(layers.Flatten()(hidden)))
-
-
-def _sequential_with_norm():
-    return keras.Sequential(
-        [
-            keras.Input((4, 6)),
-            layers.Dense(6, name="first"),
-            layers.BatchNormalization(name="norm", axis=1),
-            layers.Flatten(),
-            layers.Dense(1, name="last"),
-        ]
-    )
-
-
-def _nested_with_norm():
-    inputs = keras.Input((4, 6))
-    inner = keras.Sequential([keras.Input((4, 6)), layers.Dense(6), layers.BatchNormalization()])
-    return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(inner(inputs))))
-
-
-@pytest.mark.parametrize("make", [_functional_with_norm, _sequential_with_norm, _nested_with_norm])
-def test_fix_exchanges_batch_normalization_and_keeps_the_rest(make):
-    model = make()
-    fixed = dp.clipping.fix(model)
-    kinds = [type(layer) for layer in fixed._flatten_layers()]
-    assert layers.BatchNormalization not in kinds and layers.GroupNormalization in kinds
-    originals = {v.path: np.array(v) for v in model.variables if "dense" in v.path}
-    same = [v for v in fixed.variables if v.path in originals]
-    assert len(same) == len(originals)
-    for variable in same:
-        np.testing.assert_array_equal(variable, originals[variable.path])
-    kernel = model.get_layer(index=-1).get_weights()[0]
-    np.testing.assert_array_equal(fixed.get_layer(index=-1).get_weights()[0], kernel)
-    x = np.random.default_rng(3).normal(size=(N, 4, 6)).astype("float32")
-    private = _compile(dp.make_private(fixed))
-    private.fit(x, Y, verbose=0)
-    assert private.ledger.steps == N // B
-
-
-def test_fix_of_a_subclassed_model_says_what_to_do():
-    class Own(keras.Model):
-        pass
-
-    with pytest.raises(ValueError, match="replace BatchNormalization"):
-        dp.clipping.fix(Own())
-
-
 # Layers and losses that mix examples.
 
 

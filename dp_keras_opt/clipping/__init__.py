@@ -2,10 +2,11 @@
 
 from dp_keras_opt.clipping.clipped_sum import Batch, ClippedSums, clip_groups, clipped_sums
 from dp_keras_opt.clipping.explain import explain
+from dp_keras_opt.clipping.fix import fix
 from dp_keras_opt.clipping.norms import clip_fraction, per_example_norms
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.clipping.self_check import checked_plan
-from dp_keras_opt.clipping.validation import fix, validate
+from dp_keras_opt.clipping.validation import validate
 
 __all__ = [
     "Batch",

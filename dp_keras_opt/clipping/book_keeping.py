@@ -29,6 +29,7 @@ class Plan(NamedTuple):
             None goes by the size of each argument.
         hidden: variables that code may change which no graph shows; they must stay as they are.
         moving: variables that every pass moves on, such as seeds and counters.
+        demoted: (layer of `general`, why a faster engine did not do) for each that was demoted.
     """
 
     ruled: tuple
@@ -37,9 +38,10 @@ class Plan(NamedTuple):
     splits: dict | None = None
     hidden: tuple = ()
     moving: tuple = ()
+    demoted: tuple = ()
 
-    def demote(self, layers, model):
-        """The plan with a slower engine for these layers, where theirs has failed.
+    def demote(self, layers, model, reason):
+        """The plan with a slower engine for these layers, where theirs has failed, and why.
 
         Instead of its rule, a layer is run one example at a time; instead of the layer alone, the
         one around it is, and so on up to the model.
@@ -52,7 +54,8 @@ class Plan(NamedTuple):
             return [p for p in planned if not any(p is u or _inside(p, u) for u in units)]
 
         ruled, general = others(self.ruled), [*others(self.general), *dict.fromkeys(units)]
-        return self._replace(ruled=tuple(ruled), general=tuple(general), splits={})
+        demoted = (*self.demoted, *((unit, reason) for unit in units))
+        return self._replace(ruled=tuple(ruled), general=tuple(general), splits={}, demoted=demoted)
 
 
 _ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)

@@ -53,6 +53,13 @@ def rule_for(layer):
     return found if found is not None and plain and found.when(layer) else None
 
 
+def why_no_rule(layer):
+    """What keeps a layer from being served by a rule, in words."""
+    if type(layer) not in _RULES:
+        return f"no rule for {type(layer).__name__}"
+    return f"the rule for {type(layer).__name__} does not hold for how this one is configured"
+
+
 def _has_no_lora(layer):
     return not getattr(layer, "lora_enabled", False)
 

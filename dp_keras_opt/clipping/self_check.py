@@ -198,7 +198,7 @@ def _engines(model, batches, before, is_random):
                 f"The per-example gradients of {wrong} cannot be computed, not even by running the "
                 f"model one example at a time: {reason}."
             )
-        plan = plan.demote(layers, model)
+        plan = plan.demote(layers, model, reason)
         if any(isinstance(layer, keras.Model) for layer in plan.general):
             warnings.warn(
                 f"The per-layer engines do not cover every use of {wrong} ({reason}); the whole "

@@ -1,0 +1,320 @@
+"""Batch normalization: what `fix` exchanges, what it leaves, and what is said of both."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import dp_keras_opt as dp
+
+layers, ops = keras.layers, keras.ops
+ROWS = 16
+
+
+def _compile(model):
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=0.5, noise_multiplier=1.0, batch_size=4)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def _trains(fixed, shape):
+    """Whether a step runs, on a model whose outputs are of each example alone."""
+    x = np.random.default_rng(3).normal(size=(ROWS, *shape)).astype("float32")
+    y = np.zeros((ROWS, *fixed.output_shape[1:]), "float32")
+    private = _compile(dp.make_private(fixed))
+    private.fit(dp.data.poisson_batches((x, y), batch_size=4, steps_per_epoch=1), verbose=0)
+    return private.ledger.steps == 1
+
+
+def _kinds(model):
+    return [type(layer) for layer in model._flatten_layers()]
+
+
+def _values(layer):
+    return [ops.convert_to_numpy(v) for v in layer.weights]
+
+
+def _assert_same(these, those):
+    for this, that in zip(these, those, strict=True):
+        np.testing.assert_array_equal(this, that)
+
+
+def _functional_with_norm():
+    inputs = keras.Input((4, 6))
+    hidden = layers.BatchNormalization(name="norm")(layers.Dense(6, name="first")(inputs))
+    return keras.Model(inputs, layers.Dense(1, name="last")(layers.Flatten()(hidden)))
+
+
+def _sequential_with_norm():
+    return keras.Sequential(
+        [
+            keras.Input((4, 6)),
+            layers.Dense(6, name="first"),
+            layers.BatchNormalization(name="norm", axis=1),
+            layers.Flatten(),
+            layers.Dense(1, name="last"),
+        ]
+    )
+
+
+def _nested_with_norm():
+    inputs = keras.Input((4, 6))
+    inner = keras.Sequential([keras.Input((4, 6)), layers.Dense(6), layers.BatchNormalization()])
+    return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(inner(inputs))))
+
+
+@pytest.mark.parametrize("make", [_functional_with_norm, _sequential_with_norm, _nested_with_norm])
+def test_fix_exchanges_batch_normalization_and_keeps_the_rest(make):
+    model = make()
+    fixed = dp.clipping.fix(model)
+    assert layers.BatchNormalization not in _kinds(fixed)
+    assert layers.GroupNormalization in _kinds(fixed)
+    dense = [[x for x in m._flatten_layers() if type(x) is layers.Dense] for m in (model, fixed)]
+    for old, new in zip(*dense, strict=True):
+        assert new.name == old.name
+        _assert_same(_values(new), _values(old))
+    assert _trains(fixed, (4, 6))
+
+
+def test_fix_of_a_subclassed_model_says_what_to_do():
+    class Own(keras.Model):
+        pass
+
+    with pytest.raises(ValueError, match="replace BatchNormalization"):
+        dp.clipping.fix(Own())
+
+
+def _pretend_trained(model):
+    """Gives every weight a value that no initializer gives."""
+    random = np.random.default_rng(0)
+    model.set_weights([random.uniform(0.5, 1.5, w.shape) for w in model.get_weights()])
+    return model
+
+
+def _branch(name):
+    inputs = keras.Input((4, 6))
+    hidden = layers.Dense(6, name="same")(inputs)
+    return keras.Model(inputs, layers.BatchNormalization(name="norm")(hidden), name=name)
+
+
+def test_each_of_equally_named_layers_keeps_its_own_weights():
+    inputs = keras.Input((4, 6))
+    first, second = _branch("first"), _branch("second")
+    model = _pretend_trained(keras.Model(inputs, first(inputs) + second(first(inputs))))
+    with pytest.warns(UserWarning, match="drops the moving mean and variance"):
+        fixed = dp.clipping.fix(model)
+    for branch in (first, second):
+        old, new = branch, fixed.get_layer(branch.name)
+        _assert_same(_values(new.get_layer("same")), _values(old.get_layer("same")))
+        scale_and_shift = _values(old.get_layer("norm"))[:2]
+        _assert_same(_values(new.get_layer("norm")), scale_and_shift)
+    assert len(fixed.weights) == 8  # the branch that is used twice is one
+
+
+def test_the_original_and_its_copy_share_no_weights():
+    model = _sequential_with_norm()
+    fixed = dp.clipping.fix(model)
+    before = model.get_weights()
+    fixed.set_weights([w + 1 for w in fixed.get_weights()])
+    _assert_same(model.get_weights(), before)
+
+
+class Encoder(layers.Layer):
+    """Its configuration does not make it again, as that of some layers of keras_hub."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(units)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def get_config(self):
+        return super().get_config() | {"dense": keras.saving.serialize_keras_object(self.dense)}
+
+
+@keras.saving.register_keras_serializable(package="test_fix")
+class Backbone(keras.Model):
+    """Functional, and made from a configuration of its own: as the backbones of keras_hub."""
+
+    def __init__(self, units, norm=False, **kwargs):
+        inputs = keras.Input((4, 6))
+        hidden = Encoder(units, name="encoder")(inputs)
+        if norm:
+            hidden = layers.BatchNormalization(name="norm")(hidden)
+        super().__init__(inputs, hidden, **kwargs)
+        self.units, self.norm = units, norm
+
+    def get_config(self):
+        return {"units": self.units, "norm": self.norm, "name": self.name}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_backbone_whose_layers_are_not_made_again_one_by_one(norm):
+    inputs = keras.Input((4, 6))
+    backbone = Backbone(6, norm, name="backbone")
+    hidden = layers.BatchNormalization()(backbone(inputs))
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(hidden)))
+    fixed = dp.clipping.fix(model)
+    assert layers.BatchNormalization not in _kinds(fixed)
+    assert _kinds(fixed).count(layers.GroupNormalization) == 1 + norm
+    encoder = fixed.get_layer("backbone").get_layer("encoder")
+    np.testing.assert_array_equal(_values(encoder)[0], _values(backbone.get_layer("encoder"))[0])
+    assert _trains(fixed, (4, 6))
+
+
+def test_a_layer_that_cannot_be_copied_is_named():
+    inputs = keras.Input((4, 6))
+    hidden = layers.BatchNormalization()(Encoder(6, name="my_encoder")(inputs))
+    with pytest.raises(ValueError, match="'my_encoder'.*of Encoder .*trainable = False"):
+        dp.clipping.fix(keras.Model(inputs, hidden))
+
+
+def test_functions_in_a_model_are_kept():
+    inputs = keras.Input((4, 6))
+    hidden = layers.BatchNormalization()(layers.Lambda(lambda x: 2 * x)(inputs))
+    assert layers.Lambda in _kinds(dp.clipping.fix(keras.Model(inputs, hidden)))
+
+
+def test_frozen_normalization_stays_and_frozen_layers_stay_frozen():
+    model = _pretend_trained(_functional_with_norm())
+    model.get_layer("norm").trainable = False
+    model.get_layer("first").trainable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fixed = dp.clipping.fix(model)
+    assert type(fixed.get_layer("norm")) is layers.BatchNormalization
+    assert [v.path for v in fixed.trainable_variables] == ["last/kernel", "last/bias"]
+    x = np.random.default_rng(0).normal(size=(3, 4, 6))
+    np.testing.assert_allclose(fixed.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-6)
+
+
+def test_frozen_parts_that_the_configuration_does_not_know_stay_frozen():
+    backbone = Backbone(6, norm=True, name="backbone")
+    backbone.get_layer("norm").trainable = False
+    inputs = keras.Input((4, 6))
+    hidden = layers.BatchNormalization(name="outer")(backbone(inputs))
+    fixed = dp.clipping.fix(keras.Model(inputs, hidden))
+    assert type(fixed.get_layer("backbone").get_layer("norm")) is layers.BatchNormalization
+    dp.clipping.validate(fixed)
+
+
+@keras.saving.register_keras_serializable(package="test_fix")
+class Block(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = layers.BatchNormalization(name="inner_norm")
+
+    def build(self, shape):
+        self.norm.build(shape)
+
+    def call(self, inputs, training=None):
+        return ops.relu(self.norm(inputs, training=training))
+
+
+def _refusals(model):
+    with pytest.raises(ValueError, match="cannot be trained privately") as refused:
+        dp.clipping.validate(model)
+    return str(refused.value).split("\n- ")[1:]
+
+
+def test_what_fix_cannot_exchange_is_not_said_to_be_fixed_by_it():
+    inputs = keras.Input((4, 6))
+    hidden = layers.BatchNormalization(name="outer_norm")(Block(name="block")(inputs))
+    model = keras.Model(inputs, hidden)
+    inner, outer = sorted(_refusals(model))
+    assert "'inner_norm'" in inner and "in the code of Block" in inner and "'block'" in inner
+    assert "clipping.fix" not in inner and "trainable = False" in inner
+    assert "'outer_norm'" in outer and "clipping.fix(model) does that" in outer
+    with pytest.warns(UserWarning, match="cannot exchange BatchNormalization 'inner_norm'.*Block"):
+        fixed = dp.clipping.fix(model)
+    (refusal,) = _refusals(fixed)
+    assert "'inner_norm'" in refusal and "clipping.fix" not in refusal
+    fixed.get_layer("block").norm.trainable = False
+    dp.clipping.validate(fixed)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_in_a_subclassed_model_fix_is_not_recommended(wrap):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization()
+            self.branch = _branch("branch")
+
+        def call(self, inputs, training=None):
+            return self.branch(self.norm(inputs, training=training), training=training)
+
+    model = dp.make_private(Own()) if wrap else Own()
+    (refusal,) = _refusals(model)
+    assert "in the code of Own" in refusal and "clipping.fix" not in refusal
+
+
+def test_many_layers_make_one_refusal():
+    stack = [layers.BatchNormalization(name=f"norm_{n}") for n in range(5)]
+    model = keras.Sequential([keras.Input((4, 6)), *stack])
+    (refusal,) = _refusals(model)
+    assert "'norm_0', 'norm_1', 'norm_2' and 2 more" in refusal
+
+
+def test_statistics_that_were_trained_are_not_dropped_in_silence():
+    model = _functional_with_norm()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dp.clipping.fix(model)  # nothing was trained
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(1.0, 2.0, size=(ROWS, 4, 6))
+    model.fit(x, np.zeros((ROWS, 1)), verbose=0)
+    with pytest.warns(UserWarning, match="mean and variance of BatchNormalization 'norm'.*freeze"):
+        dp.clipping.fix(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "groups"),
+    [
+        ((32,), -1, 1),
+        ((2, 2, 16), -1, 4),
+        ((2, 2, 6), -1, 1),
+        ((128, 2, 2), 1, 32),
+        ((3, 40), 2, 10),
+    ],
+)
+def test_every_group_has_numbers_enough(shape, axis, groups):
+    """Of a group of one number nothing is left but the shift."""
+    model = keras.Sequential([keras.Input(shape), layers.BatchNormalization(axis)])
+    fixed = dp.clipping.fix(model)
+    assert fixed.layers[0].groups == groups and fixed.layers[0].axis == axis
+    outputs = fixed.predict(np.random.default_rng(0).normal(size=(5, *shape)), verbose=0)
+    assert np.abs(outputs).min(axis=0).max() > 0.1  # zeros everywhere otherwise
+
+
+def test_what_the_user_chose_for_the_normalization_is_kept():
+    norm = layers.BatchNormalization(
+        epsilon=1e-2, center=False, gamma_initializer="zeros", gamma_regularizer="l2",
+        gamma_constraint="non_neg", dtype="bfloat16", name="norm",
+    )  # fmt: skip
+    fixed = dp.clipping.fix(keras.Sequential([keras.Input((2, 8)), norm])).get_layer("norm")
+    assert fixed.epsilon == 1e-2 and fixed.beta is None and not np.any(fixed.gamma)
+    assert type(fixed.gamma_regularizer) is keras.regularizers.L2
+    assert type(fixed.gamma_constraint) is keras.constraints.NonNeg
+    assert fixed.dtype_policy.name == "bfloat16"
+
+
+def test_a_model_that_was_built_by_its_data():
+    model = keras.Sequential([layers.Dense(6), layers.BatchNormalization()])
+    model(np.ones((2, 4, 3), "float32"))
+    fixed = dp.clipping.fix(model)
+    np.testing.assert_array_equal(_values(fixed.layers[0])[0], _values(model.layers[0])[0])
+    unbuilt = keras.Sequential([layers.Dense(6), layers.BatchNormalization()])
+    assert layers.GroupNormalization in _kinds(dp.clipping.fix(unbuilt))
+
+
+def test_a_network_of_keras_applications():
+    model = keras.applications.MobileNet((32, 32, 3), alpha=0.25, weights=None, classes=3)
+    fixed = dp.clipping.fix(model)
+    assert _kinds(fixed).count(layers.GroupNormalization) == 27
+    assert len(fixed.trainable_variables) == len(model.trainable_variables)
+    assert (
+        np.ptp(fixed.predict(np.random.default_rng(0).normal(size=(3, 32, 32, 3)), verbose=0)) > 0
+    )
