@@ -162,9 +162,10 @@ def poisson_batches(
     Args:
         data: `(x, y)` or `(x, y, sample_weight)` of arrays with equal first dimension n, where x
             and y may be nested dicts, tuples or lists of arrays; or a finite `tf.data.Dataset` of
-            such *examples*, not batches, which is read into memory once. Floating-point arrays are
-            cast to `keras.config.floatx()`, as by Keras. `sample_weight`: [n], or a structure of
-            such arrays for several outputs.
+            such *examples*, not batches, which is read into memory once: random augmentation in it
+            would stay what it was then (call `map` on the result instead). Floating-point arrays
+            are cast to `keras.config.floatx()`, as by Keras. `sample_weight`: [n], or a structure
+            of such arrays for several outputs. Of arrays of numbers one copy is made.
         batch_size: expected number of examples in a batch, from 1 to n.
         steps_per_epoch: number of batches in each iteration. Default: ceil(n / batch_size).
         physical_batch_size: rows to process at a time. Default: `batch_size` plus two standard
@@ -175,8 +176,8 @@ def poisson_batches(
         adjacency, unit: see `dp.accounting.Sampling`.
         seed: None, or an integer for reproducible batches. Whoever knows the seed knows who is in
             which batch, so that amplification by sampling is void; a warning says so.
-        max_bytes: the most memory that the data may take. Reading a `tf.data.Dataset` takes up to
-            twice as much for a moment.
+        max_bytes: the most memory that the copy of the data may take. Arrays that would take more
+            are refused before they are read.
 
     Returns:
         `Batches` of `(x, y, Rows)`. In the element spec the first dimension of all tensors is
@@ -561,11 +562,15 @@ def _gathered(tensors, draws, rows, steps, together=None):
             mask = tf.reshape(mask, (-1, together))
         return batch_x, batch_y, Rows(mask, weight)
 
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False  # they copy the tensors
     return (
         tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([rows], tf.int64))
-        .map(gather)  # captures the tensors: as constants they could not exceed 2 GB
+        # Captures the tensors: as constants they could not exceed 2 GB.
+        .map(gather, num_parallel_calls=tf.data.AUTOTUNE)
         .apply(tf.data.experimental.assert_cardinality(steps))
         .prefetch(tf.data.AUTOTUNE)
+        .with_options(options)
     )
 
 
@@ -662,8 +667,11 @@ def _check_same_data(examples):
     for leaf in tf.nest.flatten(examples):
         if leaf is not None:
             values = np.asarray(leaf)
-            content = values if values.dtype != object else repr(values.tolist()).encode()
-            digest.update(str(values.shape).encode() + np.ascontiguousarray(content).tobytes())
+            digest.update(str(values.shape).encode())
+            if values.dtype == object:
+                digest.update(repr(values.tolist()).encode())
+            else:
+                digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
     if len(set(replicas.gathered(digest.digest()))) > 1:
         raise ValueError(
             "The workers were given different data, or the same in another order, so that an "
