@@ -39,8 +39,9 @@ class PrivacyReport(keras.callbacks.Callback):
     from raw data and are not private.
     """
 
-    #: `DPModel.fit` moves callbacks that write into `logs` to the front.
-    writes_logs = True
+    #: Patterns of the names that it writes into `logs`, computed from nothing but what is released.
+    #: `DPModel.fit` moves callbacks that have such to the front, and lets others monitor them.
+    private_logs = ("epsilon", "epsilon_*")
 
     def __init__(
         self,
@@ -197,7 +198,9 @@ class OptimizerReport(keras.callbacks.Callback):
             arrays; all of them go through the model at each epoch's end.
     """
 
-    writes_logs = True
+    private_logs = (
+        "gradient_norm", "noise_to_signal", "negative_v", "v_q*", "public_clip_fraction",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
+import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from keras.src.trainers import data_adapters
 
 from dp_keras_opt import arrays, replicas
 from dp_keras_opt import users as by_user
@@ -454,8 +456,9 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
 
     Args:
         data: batches as `keras.Model.fit` takes them: a `tf.data.Dataset`, a
-            `keras.utils.PyDataset`, or a generator of `(x, y)` or `(x, y, sample_weight)`. For
-            several workers, this one's part of each batch, of examples that no other worker has.
+            `keras.utils.PyDataset`, a generator, or a DataLoader of PyTorch or grain; of `(x, y)`
+            or `(x, y, sample_weight)`, where `Rows` may stand for the weights. For several
+            workers, this one's part of each batch, of examples that no other worker has.
         sampling: the `dp.accounting.Sampling` that takes place.
 
     Returns:
@@ -474,11 +477,12 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
         raise TypeError(
             f"`data` states its sampling already: {data!r}. To change its examples, call its map."
         )
-    no_batches = str | bytes | tuple | list | dict | np.ndarray | tf.Tensor
-    if isinstance(data, no_batches) or not isinstance(data, Iterable | keras.utils.PyDataset):
+    if not are_batches(data):
         raise TypeError(
-            "`data` must be batches: a tf.data.Dataset, a keras.utils.PyDataset or a generator. "
-            f"Received: {type(data).__name__}. For arrays, use `dp.data.poisson_batches`."
+            "`data` must be batches that Keras reads: a tf.data.Dataset, a "
+            "keras.utils.PyDataset, a generator, or a DataLoader of PyTorch or grain. Received: "
+            f"{type(data).__name__}. For one pass over an iterable of batches, give "
+            "(batch for batch in data). For arrays, use `dp.data.poisson_batches`."
         )
     workers = replicas.place()[1]
     size = _fixed_batch_size(data)
@@ -497,6 +501,47 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
         )
     steps = number_of_batches(data)
     return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
+
+
+def are_batches(data):
+    """Whether Keras reads batches from such an object."""
+    kinds = tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType
+    by_name = (
+        data_adapters.is_tf_dataset,
+        data_adapters.is_torch_dataloader,
+        data_adapters.is_grain_dataset,
+    )
+    return isinstance(data, kinds) or any(is_kind(data) for is_kind in by_name)
+
+
+def for_keras(data):
+    """The data as `keras.Model.fit` takes them."""
+    return _PlainRows(data) if isinstance(data, keras.utils.PyDataset) else data
+
+
+class _PlainRows(keras.utils.PyDataset):
+    """A `PyDataset` with `()` for what its `Rows` do not have: Keras has no type for None there."""
+
+    def __init__(self, batches):
+        super().__init__(batches.workers, batches.use_multiprocessing, batches.max_queue_size)
+        self.batches = batches
+
+    @property
+    def num_batches(self):
+        return self.batches.num_batches
+
+    def __getitem__(self, index):
+        batch = self.batches[index]
+        if not isinstance(batch, tuple | list) or not isinstance(batch[-1], Rows):
+            return batch
+        *others, rows = batch
+        return (*others, Rows(*(() if part is None else part for part in rows)))
+
+    def on_epoch_begin(self):
+        self.batches.on_epoch_begin()
+
+    def on_epoch_end(self):
+        self.batches.on_epoch_end()
 
 
 def deal(batches, hands):
