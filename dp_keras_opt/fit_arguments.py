@@ -219,11 +219,11 @@ def warn_of_monitors(callbacks: Any) -> None:
     for callback in callbacks:
         name = _monitored(callback)
         if name is not None and not any(fnmatch.fnmatchcase(name, one) for one in known):
-            raw.append(f"{type(callback).__name__} (by {name!r})")
+            raw.append(f"{type(callback).__name__} (monitor={name!r})")
     if raw:
         warnings.warn(
-            f"{', '.join(raw)} steers the training by a figure that is computed from the raw "
-            "training data, without noise: the weights then depend on the data in a way that no ε "
+            f"Training is steered by figures that are computed from the raw training data, without "
+            f"noise, by {', '.join(raw)}: the weights then depend on the data in a way that no ε "
             "covers. Use a val_ metric on public data, a fixed number of steps, or a figure that "
             "is private: 'epsilon' of PrivacyReport, those of OptimizerReport. PrivacyBudget stops "
             "by what was spent.",
