@@ -1,68 +1,40 @@
 """The user's data as tensors in memory: structures of arrays, or a data set of examples."""
 
 import numbers
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt import held, reading
 from dp_keras_opt.checks import whole_number
+
+_ROWS_READ = 4096  # of a column that is read in parts
 
 
 def examples(data, class_weight, max_bytes):
     """((x, y, sample_weight) as tensors, their number), class weights multiplied in."""
     max_bytes = whole_number(max_bytes, "max_bytes")
     if isinstance(data, tf.data.Dataset):
-        data = _read(data, max_bytes)
+        _check_tuple(data.element_spec)
+        data = reading.read(data, lambda size: _check_size(size, max_bytes))
     x, y, sample_weight = tensors(data, max_bytes)
     if class_weight is not None:
         sample_weight = _weights_of_classes(y, class_weight, sample_weight)
     return (x, y, sample_weight), len(keras.tree.flatten(x)[0])
 
 
-def _read(dataset, max_bytes):
-    """A finite data set of examples as a tuple of structures of NumPy arrays."""
-    spec, n = dataset.element_spec, int(dataset.cardinality())
-    _check_tuple(spec)
-    if n == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "`data` is an infinite data set, but the probability of an example is batch_size / n. "
-            "Remove `repeat()`, or sample batches yourself and use `dp.data.assume_sampling`."
-        )
-    leaves = tf.nest.flatten(spec)
-    if not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
-        raise TypeError(f"`data` must have dense examples: pad them. Received: {spec}")
-    if all(leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
-        raise ValueError(
-            f"`data` must be examples, but looks like batches: {spec}. Call `.unbatch()`, or state "
-            "the shape of an example with `tf.ensure_shape` in a `map`."
-        )
-    chunks, rows, size = [], 0, 0
-    try:
-        for chunk in dataset.batch(128).as_numpy_iterator():
-            chunks.append(tf.nest.map_structure(_as_floatx, chunk))
-            rows += len(tf.nest.flatten(chunk)[0])
-            size += _nbytes(chunks[-1])
-            _check_size(size if n < 0 else size * n // rows, max_bytes)
-    except tf.errors.InvalidArgumentError as error:
-        raise ValueError(
-            "`data` must have examples of equal shape: pad them or, if they are batches, call "
-            f"`.unbatch()`. TensorFlow says: {error.message}"
-        ) from error
-    if not chunks:
-        raise ValueError("`data` is empty. Received: a data set without examples.")
-    return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *chunks)
-
-
 def tensors(data, max_bytes):
-    """`(x, y, sample_weight)` as structures of tensors of equal length; the last may be None."""
+    """`(x, y, sample_weight)` as structures of tensors of equal length; the last may be None.
+
+    They are the only copy that is made, once it is known that they are no larger than allowed.
+    """
     _check_tuple(data)
     names = ("x", "y", "sample_weight") if len(data) == 3 and data[2] is not None else ("x", "y")
-    # Lists become tuples, as in Keras: tf.data takes a list for one tensor.
-    data = dict(zip(names, keras.tree.lists_to_tuples(data), strict=False))
     data = {
-        name: tf.nest.map_structure(lambda leaf, name=name: _array(name, leaf), structure)
-        for name, structure in data.items()
+        name: _map(lambda leaf, name=name: _array(name, leaf, max_bytes), structure)
+        for name, structure in zip(names, data, strict=False)
     }
     lengths = {name: [len(a) for a in tf.nest.flatten(s)] for name, s in data.items()}
     distinct = set().union(*lengths.values())
@@ -70,38 +42,105 @@ def tensors(data, max_bytes):
         raise ValueError(f"`data` is empty. Received lengths: {lengths}")
     if len(distinct) > 1:
         raise ValueError(f"`data` must have arrays of equal length. Received lengths: {lengths}")
-    _check_size(_nbytes(data), max_bytes)
+    _check_size(sum(map(held.nbytes, tf.nest.flatten(data))), max_bytes)
+    weights = data.get("sample_weight")
     with tf.device("CPU:0"):  # where tf.data gathers, also beside a GPU
-        data = tf.nest.map_structure(tf.convert_to_tensor, data)
-    return data["x"], data["y"], data.get("sample_weight")
+        x, y = (tf.nest.map_structure(held.tensor, data[name]) for name in ("x", "y"))
+        return x, y, None if weights is None else tf.nest.map_structure(_weight, weights)
 
 
-def _array(name, value):
-    """One leaf of the data as a NumPy array with a first dimension."""
-    array = _as_floatx(np.asarray(value))
-    is_object = array.dtype == object and not all(isinstance(v, str | bytes) for v in array.flat)
-    if array.ndim == 0 or is_object:
+def _map(function, structure):
+    """`function` of every array of a structure, in which lists become tuples, as in Keras.
+
+    tf.data takes a list for one tensor. Whatever else is a sequence, as a column of a table, is one
+    array, and not a structure as it is for `tf.nest`.
+    """
+    if isinstance(structure, Mapping):
+        return {name: _map(function, part) for name, part in structure.items()}
+    if isinstance(structure, tuple | list):
+        parts = [_map(function, part) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+    return function(structure)
+
+
+def _array(name, value, max_bytes):
+    """One leaf of the data as an array, or a tensor, that has a first dimension."""
+    array = value if _is_dense_tensor(value) else _as_array(name, value, max_bytes)
+    if not array.shape or not _is_numbers_or_strings(array):
         raise TypeError(
             f"`{name}` must be a dense array of numbers or strings with the examples along its "
-            f"first dimension, or a structure of such. Received: {type(value).__name__}"
+            f"first dimension, or a structure of such. Received: {_described(value, array)}"
         )
-    if name == "sample_weight":
-        array = array.astype(np.float32)
-        if array.ndim != 1 or not np.isfinite(array).all():
-            raise ValueError(
-                "`sample_weight` must have one finite number for each example. Received: shape "
-                f"{array.shape}, of which {np.sum(~np.isfinite(array))} are not finite"
-            )
+    if name == "sample_weight" and len(array.shape) != 1:
+        raise ValueError(
+            "`sample_weight` must have one number for each example, of shape [n]. Received: shape "
+            f"{tuple(array.shape)}. To weight the positions of an example against each other, do "
+            "it in the loss, or mask them."
+        )
     return array
 
 
-def _as_floatx(array):
-    return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
+def _as_array(name, value, max_bytes):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return _read_column(name, value, max_bytes)
+    return np.asarray(value)
 
 
-def _nbytes(structure):
-    arrays = tf.nest.flatten(structure)
-    return sum(a.nbytes + (sum(map(len, a.flat)) if a.dtype == object else 0) for a in arrays)
+def _read_column(name, column, max_bytes):
+    """A column of a table that is on disk, as of Hugging Face's `datasets`, read in parts."""
+    parts, size = [], 0
+    for start in range(0, len(column), _ROWS_READ):
+        try:
+            parts.append(np.asarray(column[start : start + _ROWS_READ]))
+        except ValueError as error:
+            raise ValueError(
+                f"`{name}` must have examples of equal shape: pad them. Received: a "
+                f"{type(column).__name__} of which NumPy says: {error}"
+            ) from error
+        size += held.nbytes(parts[-1])
+        _check_size(size * len(column) // (start + len(parts[-1])), max_bytes)
+    return np.concatenate(parts) if parts else np.asarray([])
+
+
+def _is_dense_tensor(value):
+    return isinstance(value, tf.Tensor)
+
+
+def _is_numbers_or_strings(array):
+    if _is_dense_tensor(array):
+        return array.dtype != tf.variant
+    if array.dtype == object:
+        return all(isinstance(v, str | bytes) for v in array.flat)
+    return array.dtype.kind not in "mM"
+
+
+def _described(value, array):
+    """What stands in the place of an array, and what to do about it where that is known."""
+    kind = type(value).__name__
+    if array.ndim == 2 and hasattr(value, "columns"):
+        return (
+            f"a {kind} whose columns are of several types. Give its columns apart, as dict(df), "
+            "for a model with an input for each."
+        )
+    if array.dtype.kind in "mM":
+        return f"{kind} of dates or durations. Make numbers of them."
+    if array.ndim and array.dtype == object:
+        odd = next(v for v in array.flat if not isinstance(v, str | bytes))
+        return (
+            f"{kind} of objects, among them {odd!r}. Fill in what is missing, and pad what is of "
+            "several lengths."
+        )
+    if array.ndim == 0 and isinstance(value, numbers.Number):
+        return f"{kind}. A list is a structure of arrays; for an array of numbers, np.array(list)."
+    return kind
+
+
+def _weight(array):
+    weights = np.asarray(array, np.float32)
+    wrong = np.sum(~np.isfinite(weights))
+    if wrong:
+        raise ValueError(f"`sample_weight` must be finite numbers; {wrong} are not finite.")
+    return held.tensor(weights, np.float32)
 
 
 def _weights_of_classes(y, class_weight, sample_weight):
@@ -117,7 +156,7 @@ def _weights_of_classes(y, class_weight, sample_weight):
             "`class_weight` needs one output and one array of weights. Received: a structure of y "
             "or of `sample_weight`. Put the class weights into `sample_weight` instead."
         )
-    labels = y.numpy()
+    labels = np.asarray(y)
     if labels.ndim == 2:
         labels = labels.argmax(axis=1) if labels.shape[1] > 1 else labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "biuf":
@@ -131,12 +170,18 @@ def _weights_of_classes(y, class_weight, sample_weight):
 
 
 def _check_tuple(data):
-    if not isinstance(data, tuple) or len(data) not in (2, 3):
-        what = f"{len(data)} elements" if isinstance(data, tuple) else type(data).__name__
-        raise TypeError(
-            "`data` must be a tuple (x, y) or (x, y, sample_weight), or a tf.data.Dataset of "
-            f"such. Received: {what}. Without targets, as in an autoencoder, use (x, x)."
-        )
+    if isinstance(data, tuple) and len(data) in (2, 3):
+        return
+    what = f"{len(data)} elements" if isinstance(data, tuple) else type(data).__name__
+    advice = "Without targets, as in an autoencoder, use (x, x)."
+    if hasattr(data, "columns") or hasattr(data, "column_names"):
+        advice = "Give its columns: (data[features], data[target])."
+    elif not isinstance(data, tuple) and hasattr(data, "batch_size"):
+        advice = "Batches that are sampled already go to `dp.data.assume_sampling`."
+    raise TypeError(
+        "`data` must be a tuple (x, y) or (x, y, sample_weight), or a tf.data.Dataset of "
+        f"such. Received: {what}. {advice}"
+    )
 
 
 def _check_size(size, max_bytes):

@@ -39,8 +39,9 @@ class PrivacyReport(keras.callbacks.Callback):
     from raw data and are not private.
     """
 
-    #: `DPModel.fit` moves callbacks that write into `logs` to the front.
-    writes_logs = True
+    #: Patterns of the names that it writes into `logs`, computed from nothing but what is released.
+    #: `DPModel.fit` moves callbacks that have such to the front, and lets others monitor them.
+    private_logs = ("epsilon", "epsilon_*")
 
     def __init__(
         self,
@@ -124,11 +125,13 @@ class PrivacyReport(keras.callbacks.Callback):
 class PrivacyBudget(keras.callbacks.Callback):
     """Ends training before the step that would spend more than ε at δ, never after it.
 
-    `fit` warns if that is before its last step. The budget stays on the model: a later `fit` trains
-    no further step beyond it, and `train_on_batch` raises `PrivacyBudgetError`. A new
-    `PrivacyBudget` replaces it. It is not saved with the model, whose ledger is: pass a budget
-    again after loading. It counts the steps that ran; where something else than the budget stops
-    a `fit` early, the statement guarantees what the budget would have afforded.
+    `fit` warns if that is before its last step, and raises `PrivacyBudgetError` if not even the
+    first step of a new optimizer is affordable: nothing would be trained. The budget stays on the
+    model: a later `fit` trains no further step beyond it, and `train_on_batch` raises
+    `PrivacyBudgetError`. A new `PrivacyBudget` replaces it. It is not saved with the model, whose
+    ledger is: pass a budget again after loading. It counts the steps that ran; where something
+    else than the budget stops a `fit` early, the statement guarantees what the budget would have
+    afforded.
 
     Args:
         epsilon: ε ≥ 0, the most that may be spent over all of the model's training.
@@ -197,7 +200,9 @@ class OptimizerReport(keras.callbacks.Callback):
             arrays; all of them go through the model at each epoch's end.
     """
 
-    writes_logs = True
+    private_logs = (
+        "gradient_norm", "noise_to_signal", "negative_v", "v_q*", "public_clip_fraction",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
+import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from keras.src.trainers import data_adapters
 
 from dp_keras_opt import arrays, replicas
 from dp_keras_opt import users as by_user
@@ -162,9 +164,10 @@ def poisson_batches(
     Args:
         data: `(x, y)` or `(x, y, sample_weight)` of arrays with equal first dimension n, where x
             and y may be nested dicts, tuples or lists of arrays; or a finite `tf.data.Dataset` of
-            such *examples*, not batches, which is read into memory once. Floating-point arrays are
-            cast to `keras.config.floatx()`, as by Keras. `sample_weight`: [n], or a structure of
-            such arrays for several outputs.
+            such *examples*, not batches, which is read into memory once: random augmentation in it
+            would stay what it was then (call `map` on the result instead). Floating-point arrays
+            are cast to `keras.config.floatx()`, as by Keras. `sample_weight`: [n], or a structure
+            of such arrays for several outputs. Of arrays of numbers one copy is made.
         batch_size: expected number of examples in a batch, from 1 to n.
         steps_per_epoch: number of batches in each iteration. Default: ceil(n / batch_size).
         physical_batch_size: rows to process at a time. Default: `batch_size` plus two standard
@@ -175,8 +178,8 @@ def poisson_batches(
         adjacency, unit: see `dp.accounting.Sampling`.
         seed: None, or an integer for reproducible batches. Whoever knows the seed knows who is in
             which batch, so that amplification by sampling is void; a warning says so.
-        max_bytes: the most memory that the data may take. Reading a `tf.data.Dataset` takes up to
-            twice as much for a moment.
+        max_bytes: the most memory that the copy of the data may take. Arrays that would take more
+            are refused before they are read.
 
     Returns:
         `Batches` of `(x, y, Rows)`. In the element spec the first dimension of all tensors is
@@ -453,8 +456,9 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
 
     Args:
         data: batches as `keras.Model.fit` takes them: a `tf.data.Dataset`, a
-            `keras.utils.PyDataset`, or a generator of `(x, y)` or `(x, y, sample_weight)`. For
-            several workers, this one's part of each batch, of examples that no other worker has.
+            `keras.utils.PyDataset`, a generator, or a DataLoader of PyTorch or grain; of `(x, y)`
+            or `(x, y, sample_weight)`, where `Rows` may stand for the weights. For several
+            workers, this one's part of each batch, of examples that no other worker has.
         sampling: the `dp.accounting.Sampling` that takes place.
 
     Returns:
@@ -473,11 +477,12 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
         raise TypeError(
             f"`data` states its sampling already: {data!r}. To change its examples, call its map."
         )
-    no_batches = str | bytes | tuple | list | dict | np.ndarray | tf.Tensor
-    if isinstance(data, no_batches) or not isinstance(data, Iterable | keras.utils.PyDataset):
+    if not are_batches(data):
         raise TypeError(
-            "`data` must be batches: a tf.data.Dataset, a keras.utils.PyDataset or a generator. "
-            f"Received: {type(data).__name__}. For arrays, use `dp.data.poisson_batches`."
+            "`data` must be batches that Keras reads: a tf.data.Dataset, a "
+            "keras.utils.PyDataset, a generator, or a DataLoader of PyTorch or grain. Received: "
+            f"{type(data).__name__}. For one pass over an iterable of batches, give "
+            "(batch for batch in data). For arrays, use `dp.data.poisson_batches`."
         )
     workers = replicas.place()[1]
     size = _fixed_batch_size(data)
@@ -496,6 +501,47 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
         )
     steps = number_of_batches(data)
     return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
+
+
+def are_batches(data):
+    """Whether Keras reads batches from such an object."""
+    kinds = tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType
+    by_name = (
+        data_adapters.is_tf_dataset,
+        data_adapters.is_torch_dataloader,
+        data_adapters.is_grain_dataset,
+    )
+    return isinstance(data, kinds) or any(is_kind(data) for is_kind in by_name)
+
+
+def for_keras(data):
+    """The data as `keras.Model.fit` takes them."""
+    return _PlainRows(data) if isinstance(data, keras.utils.PyDataset) else data
+
+
+class _PlainRows(keras.utils.PyDataset):
+    """A `PyDataset` with `()` for what its `Rows` do not have: Keras has no type for None there."""
+
+    def __init__(self, batches):
+        super().__init__(batches.workers, batches.use_multiprocessing, batches.max_queue_size)
+        self.batches = batches
+
+    @property
+    def num_batches(self):
+        return self.batches.num_batches
+
+    def __getitem__(self, index):
+        batch = self.batches[index]
+        if not isinstance(batch, tuple | list) or not isinstance(batch[-1], Rows):
+            return batch
+        *others, rows = batch
+        return (*others, Rows(*(() if part is None else part for part in rows)))
+
+    def on_epoch_begin(self):
+        self.batches.on_epoch_begin()
+
+    def on_epoch_end(self):
+        self.batches.on_epoch_end()
 
 
 def deal(batches, hands):
@@ -561,11 +607,15 @@ def _gathered(tensors, draws, rows, steps, together=None):
             mask = tf.reshape(mask, (-1, together))
         return batch_x, batch_y, Rows(mask, weight)
 
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False  # they copy the tensors
     return (
         tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([rows], tf.int64))
-        .map(gather)  # captures the tensors: as constants they could not exceed 2 GB
+        # Captures the tensors: as constants they could not exceed 2 GB.
+        .map(gather, num_parallel_calls=tf.data.AUTOTUNE)
         .apply(tf.data.experimental.assert_cardinality(steps))
         .prefetch(tf.data.AUTOTUNE)
+        .with_options(options)
     )
 
 
@@ -662,8 +712,11 @@ def _check_same_data(examples):
     for leaf in tf.nest.flatten(examples):
         if leaf is not None:
             values = np.asarray(leaf)
-            content = values if values.dtype != object else repr(values.tolist()).encode()
-            digest.update(str(values.shape).encode() + np.ascontiguousarray(content).tobytes())
+            digest.update(str(values.shape).encode())
+            if values.dtype == object:
+                digest.update(repr(values.tolist()).encode())
+            else:
+                digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
     if len(set(replicas.gathered(digest.digest()))) > 1:
         raise ValueError(
             "The workers were given different data, or the same in another order, so that an "

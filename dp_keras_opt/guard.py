@@ -1,6 +1,7 @@
 """The guard around the train function: no step without its entry in the ledger."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import secrets
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from dp_keras_opt import checksums, provenance, replicas
 from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.accounting.accountant import composable, epsilon_of
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.clipping import state_changes
@@ -34,7 +36,8 @@ class Guard:
     `_sampling`, `_arrangement`, `_resumed` and `_process`; `_to_run` (how many steps `fit` has yet
     to run; None outside of it), `_out_of_budget` and `_ends` (how often the data ended);
     `_shaped_in` (the run that the weights are known to be shaped by) and `_others` (the ledgers of
-    shared weights, as of which record); `_learned` (whether loaded weights brought a ledger) and
+    shared weights, as of which record); `_warned_of` (the calibration that a warning spoke of);
+    `_learned` (whether loaded weights brought a ledger) and
     `_unreadable` (why theirs could not be read). `DPModel` has them.
     """
 
@@ -214,6 +217,7 @@ class Guard:
                 )
             self._stop_for_budget()
             raise StopIteration
+        self._warn_past_calibration(steps)
         self._ledger.reserve(steps, self._run)
 
     def _stop_for_budget(self):
@@ -394,7 +398,40 @@ class Guard:
             warnings.warn(
                 f"The privacy budget {self.budget} allows no further step: training stopped after "
                 f"{steps}{of} steps. To train on, pass a PrivacyBudget with a larger epsilon.",
-                stacklevel=4,
+                stacklevel=3,
+            )
+
+    def _nothing_affordable(self):
+        """Why `fit` cannot begin."""
+        spent = self.ledger.epsilon(self.budget.delta, self.budget.accountant)
+        return (
+            f"The privacy budget {self.budget} affords not even the first "
+            f"{self.steps_per_execution} step(s), so that nothing would be trained; "
+            f"ε = {spent:.4g} was spent before. Raise epsilon or delta, or add noise: "
+            "dp_keras_opt.accounting.calibrate finds how much."
+        )
+
+    def _warn_past_calibration(self, steps):
+        """Before so many steps, says once that they go past what the noise was calibrated for."""
+        plan = self.optimizer.calibration
+        if plan is None or plan is self._warned_of or self.budget is not None:
+            return
+        total = self._iterations() + steps
+        if plan.steps < total < math.inf:
+            object.__setattr__(self, "_warned_of", plan)
+            *past, current = self.ledger.segments
+            future = dataclasses.replace(
+                current, steps=current.steps + min(steps, current.end[0]), planned=None
+            )
+            segments = [*(segment for segment in past if segment.steps), future]
+            (together,) = (group for group in composable(segments) if future in group)
+            warnings.warn(
+                f"The noise was calibrated for {plan.steps} steps, for ε = {plan.epsilon:g} at δ = "
+                f"{plan.delta:g}, and training goes on to step {total}: ε will be "
+                f"{epsilon_of(together, plan.delta, plan.accountant):.4g}. Calibrate for as many "
+                "steps as will run, or pass a PrivacyBudget, which ends training before it is "
+                "exceeded.",
+                stacklevel=3,
             )
 
     def _affordable(self, steps):

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 
-from dp_keras_opt import checksums, clipping, data, files, replicas
-from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt import checksums, clipping, data, files, fit_arguments, replicas
+from dp_keras_opt.accounting import Ledger
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import Batches
-from dp_keras_opt.guard import Guard
+from dp_keras_opt.guard import Guard, PrivacyBudgetError
 from dp_keras_opt.noise import entropy
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.step import PrivateStep
@@ -106,6 +105,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
             "_unreadable": None,
             "_stepping": False,
             "_non_finite": None,
+            "_warned_of": None,
             "release_observers": (),
         }.items():
             object.__setattr__(self, name, value)
@@ -142,6 +142,12 @@ class DPModel(Guard, PrivateStep, keras.Model):
                     "be private. Express the objective as a per-example loss in compile(loss=...)."
                 )
         if not isinstance(optimizer, PrivateOptimizer):
+            if isinstance(getattr(optimizer, "inner_optimizer", None), PrivateOptimizer):
+                raise ValueError(
+                    f"{type(optimizer).__name__} skips steps depending on raw gradients. Pass the "
+                    f"{type(optimizer.inner_optimizer).__name__} in it as it is: a float16 loss is "
+                    "scaled by a constant, undone before the norm is taken."
+                )
             raise ValueError(
                 "DPModel.compile needs an optimizer of dp_keras_opt.optimizers, received "
                 f"{optimizer!r}. Wrap a Keras optimizer: DPOptimizer(optimizer, clip_norm=..., "
@@ -209,21 +215,31 @@ class DPModel(Guard, PrivateStep, keras.Model):
         `x` is a `dp_keras_opt.data.Batches` (from `poisson_batches` or `assume_sampling`), or
         arrays, which count as shuffled: no amplification by sampling is claimed for them.
 
+        A callback that steers by a training metric draws a warning: such metrics are raw.
+
         Raises:
-            ValueError: the data declares no sampling, or one that does not match the optimizer.
+            ValueError: the data declares no sampling, or one that does not match the optimizer; an
+                argument has no meaning beside `Batches`; layers were frozen or unfrozen since
+                `compile`.
+            TypeError: `validation_data` are `Batches`, or nothing that Keras reads.
+            PrivacyBudgetError: a budget affords not even the first step.
         """
         bound = inspect.signature(super().fit).bind(*args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
         self._assert_compile_called("fit")
+        fit_arguments.check_validation_data(call["validation_data"])
+        if self.built and self.optimizer.built:  # a step that is traced would go on as it is
+            self.optimizer.serve(self.trainable_variables)
         arrays = not (replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches))
         if not arrays:
             batches = self._checked_batches(call["x"])
             data.check_rows(batches)
+            fit_arguments.check_beside(batches, call)
             self._sample_as(batches.sampling, batches.arrangement)
-            call["x"], call["shuffle"] = batches.dataset, False
+            call["x"], call["shuffle"] = data.for_keras(batches.dataset), False
             endless = replicas.is_used(self.distribute_strategy)  # `distributed` repeats the data
-            _check_steps(batches, call["steps_per_epoch"], endless)
+            fit_arguments.check_steps(batches, call["steps_per_epoch"], endless)
             call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
             object.__setattr__(self, "_block", batches.physical_batch_size)
             if replicas.is_used(self.distribute_strategy):
@@ -237,17 +253,23 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 call["x"] = replicas.distributed(strategy, dataset)
                 self.optimizer.noise_source.share(strategy)
         else:
-            self._sample_as(_sampling_of_arrays(call, self.optimizer))
+            self._sample_as(fit_arguments.sampling_of_arrays(call, self.optimizer))
             object.__setattr__(self, "_block", None)
         object.__setattr__(self, "_is_heard", bool(call["verbose"]))
-        call["callbacks"] = _reports_first(call["callbacks"])
+        fit_arguments.warn_of_monitors(call["callbacks"])
+        call["callbacks"] = fit_arguments.reports_first(call["callbacks"])
         self._begin_segment()
-        object.__setattr__(self, "budget", _budget_of(call["callbacks"]) or self.budget)
+        object.__setattr__(
+            self, "budget", fit_arguments.budget_of(call["callbacks"]) or self.budget
+        )
         epochs, before = call["epochs"] - call["initial_epoch"], self._iterations()
         finished, steps_of_epoch = False, self._steps_of_epoch(call, arrays)
+        if epochs > 0 and not self._affordable(self.steps_per_execution) and not before:
+            raise PrivacyBudgetError(self._nothing_affordable())
         self._let_weights_move()
         try:
             self._plan_steps(max(epochs, 0), steps_of_epoch)
+            self._warn_past_calibration(self._to_run)
             if not self._affordable(self.steps_per_execution):
                 call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
             object.__setattr__(self, "_fitting", True)
@@ -342,6 +364,24 @@ class DPModel(Guard, PrivateStep, keras.Model):
             )
         return batches
 
+    def _check(self, batch, form):
+        try:
+            super()._check(batch, form)
+        except ValueError as error:
+            quantized = {
+                layer.path: layer.quantization_mode
+                for layer in self._flatten_layers()
+                if getattr(layer, "quantization_mode", None) and layer.trainable_variables
+            }
+            if not quantized:
+                raise
+            raise ValueError(
+                f"Layers are quantized, {quantized}: their weights are rounded and not trained, "
+                "and what of them is still trainable cannot be trained privately. Train first, and "
+                "quantize the trained model; or freeze these layers (layer.trainable = False). "
+                f"What failed: {error}"
+            ) from error
+
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if iterator is None or not replicas.is_used(strategy):
@@ -350,12 +390,22 @@ class DPModel(Guard, PrivateStep, keras.Model):
             self._symbolic_build(data_batch=replicas.element_spec(iterator._distributed_dataset))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As `keras.Model.evaluate`."""
+        """As `keras.Model.evaluate`; not of `Batches`, which are a random choice.
+
+        Raises:
+            TypeError: the data are `Batches`.
+        """
+        fit_arguments.refuse_batches(args[0] if args else kwargs.get("x"), "x of evaluate")
         with self._swapping(kwargs.get("callbacks")):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `keras.Model.predict`."""
+        """As `keras.Model.predict`; not of `Batches`, which are a random choice.
+
+        Raises:
+            TypeError: the data are `Batches`.
+        """
+        fit_arguments.refuse_batches(args[0] if args else kwargs.get("x"), "x of predict")
         with self._swapping(kwargs.get("callbacks")):
             return super().predict(*args, **kwargs)
 
@@ -552,104 +602,3 @@ def _counterpart(model):
     if isinstance(model, Functional) and type(model).call is Functional.call:
         return DPModel(model.input, model.output, name=model.name)
     return PrivateWrapper(model, name=model.name)
-
-
-def _sampling_of_arrays(call, optimizer):
-    """The sampling of arrays given to `fit`: epochs over a shuffled data set."""
-    leaves = tree.flatten(call["x"])
-    arrays = not isinstance(call["x"], tf.data.Dataset) and all(
-        hasattr(leaf, "shape") and hasattr(leaf, "__len__") for leaf in leaves
-    )
-    if call["x"] is None or not arrays:
-        raise ValueError(
-            f"The data ({type(call['x']).__name__}) does not say how its batches are sampled, so "
-            "no ε can be stated. Use dp_keras_opt.data.poisson_batches, or state what you did: "
-            "dp_keras_opt.data.assume_sampling(data, dp_keras_opt.accounting.Sampling...)."
-        )
-    if call["steps_per_epoch"] is not None:
-        raise ValueError(
-            "steps_per_epoch with arrays would use an example twice in what is accounted as one "
-            "epoch. Leave it out, or use dp_keras_opt.data.poisson_batches."
-        )
-    call["batch_size"] = call["batch_size"] or optimizer.batch_size
-    num_examples = math.floor(leaves[0].shape[0] * (1 - call["validation_split"]))
-    accounted = optimizer.calibrated_for
-    sampling = Sampling.shuffled(num_examples, call["batch_size"])
-    same = accounted is not None and all(
-        getattr(accounted, name) == getattr(sampling, name)
-        for name in ("kind", "num_examples", "batch_size")
-    )
-    if not same and call["batch_size"] < num_examples:
-        warnings.warn(
-            "Arrays given to fit are accounted as shuffled epochs, with a much larger ε than "
-            "Poisson batches: dp_keras_opt.data.poisson_batches((x, y), batch_size).",
-            stacklevel=4,
-        )
-    return accounted if same else sampling
-
-
-def _check_steps(batches, steps_per_epoch, endless=False):
-    """Refuses passes over the data that are not the periods accounted for.
-
-    An example that comes at most once in each of them would come more often. `endless`: whether
-    the data will be repeated, so that the end of a pass of unknown length is not seen.
-    """
-    sampling, whole = batches.sampling, batches.steps_per_epoch
-    passes = sampling.period > 1 and not sampling.is_poisson
-    ordered = sampling.period > 1 and sampling.separation is not None
-    if passes and data.is_endless(batches.dataset):
-        raise ValueError(
-            f"The data has no end, but {sampling.kind!r} sampling states that an example comes "
-            f"once in {sampling.period} steps, one pass over the data: where a pass ends cannot be "
-            "seen here, and an example would come more often than is accounted. Leave out "
-            "repeat(); fit begins the data anew in each epoch. Or state the sampling that takes "
-            "place."
-        )
-    length = data.number_of_batches(batches.dataset)
-    whole_passes = steps_per_epoch in (None, sampling.period) and not endless
-    if passes and length is None and not whole_passes:
-        raise ValueError(
-            f"{sampling.kind!r} sampling is accounted in whole passes over the data, of "
-            f"{sampling.period} steps; received steps_per_epoch={steps_per_epoch} with data of "
-            "unknown length, which may begin a pass in between: an example would come more often "
-            "than is accounted. State the length: "
-            "dataset.apply(tf.data.experimental.assert_cardinality(length)); or, on one device, "
-            f"pass steps_per_epoch={sampling.period} or leave it out."
-        )
-    if ordered and whole is not None and steps_per_epoch not in (None, whole):
-        raise ValueError(
-            f"{sampling.kind!r} sampling is accounted in whole passes over the data, here of "
-            f"{whole} steps; received steps_per_epoch={steps_per_epoch}. Leave it out."
-        )
-    if length is not None and length % sampling.period:
-        raise ValueError(
-            f"A pass over the data has {length} batches, but {sampling.kind!r} sampling states "
-            f"that an example comes once in {sampling.period}: it would come more often than is "
-            "accounted. State the sampling that takes place (drop_remainder=True where the last "
-            "batch is dropped)."
-        )
-
-
-def _budget_of(callbacks):
-    """The `PrivacyBudget` among these callbacks, or None.
-
-    Raises:
-        ValueError: there are several.
-    """
-    callbacks = getattr(callbacks, "callbacks", callbacks) or ()
-    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    budgets = [callback for callback in callbacks if hasattr(callback, "affords")]
-    if len(budgets) > 1:
-        raise ValueError(
-            f"Several budgets ({', '.join(map(str, budgets))}) were given, of which one would be "
-            "kept. Pass the one that is to hold; a further PrivacyReport states ε at another δ."
-        )
-    return budgets[0] if budgets else None
-
-
-def _reports_first(callbacks):
-    """Callbacks that write into `logs` before those that read them."""
-    if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    return sorted(callbacks, key=lambda callback: not getattr(callback, "writes_logs", False))

@@ -277,10 +277,15 @@ def _as_batch(data, convert=tf.convert_to_tensor):
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     mask = public = None
     if isinstance(weight, Rows):
-        mask, public, weight = weight.mask, weight.public, weight.sample_weight
+        mask, weight, public = (None if _is_empty(part) else part for part in weight)
     x, y, weight, mask, public = _map(convert, (x, y, weight, mask, public))
     mask = tf.cast(mask, tf.bool) if tf.is_tensor(mask) else mask
     return Batch(x, y, weight, mask, public)
+
+
+def _is_empty(part):
+    """Whether it is the `()` that stands for None in the `Rows` of a `PyDataset`."""
+    return isinstance(part, tuple) and not part
 
 
 def _form(batch, any_rows):

@@ -303,23 +303,43 @@ def test_the_budget_with_several_steps_at_once(affordable, run):
     _assert_steps(model, run)
 
 
-def test_a_budget_that_allows_no_step_ends_cleanly():
+def test_a_budget_that_allows_no_step_of_a_new_model_is_an_error():
+    model = _model(metrics=["mae"])
+    before = model.get_weights()
+    callbacks = [PrivacyReport(DELTA), PrivacyBudget(_budget_for(0), DELTA)]
+    with pytest.raises(dp.PrivacyBudgetError, match="not even the first 1 step.*Raise epsilon"):
+        model.fit(_batches(3), epochs=3, verbose=0, callbacks=callbacks)
+    _assert_steps(model, 0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    model.fit(_batches(3), verbose=0, callbacks=[PrivacyBudget(_budget_for(2), DELTA)])
+    _assert_steps(model, 2)
+
+
+def test_a_budget_that_allows_no_whole_execution_of_a_new_model_is_an_error():
+    model = _model(steps_per_execution=4)
+    with pytest.raises(dp.PrivacyBudgetError, match="not even the first 4 step"):
+        model.fit(_batches(8), verbose=0, callbacks=[PrivacyBudget(_budget_for(3), DELTA)])
+
+
+def test_a_budget_that_allows_no_further_step_ends_cleanly():
     ends = []
     model = _model(metrics=["mae"])
+    model.fit(_batches(3), verbose=0)
+    before = model.get_weights()
     callbacks = [
         PrivacyReport(DELTA),
-        PrivacyBudget(_budget_for(0), DELTA),
+        PrivacyBudget(_budget_for(3), DELTA),
         keras.callbacks.LambdaCallback(on_train_end=lambda logs: ends.append(logs)),
     ]
-    before = model.get_weights()
-    with pytest.warns(UserWarning, match="allows no further step"):
+    with pytest.warns(UserWarning, match="allows no further step") as caught:
         history = model.fit(
             _batches(3), epochs=3, verbose=0, callbacks=callbacks, validation_data=(X, Y)
         )
-    _assert_steps(model, 0)
+    assert {w.filename for w in caught if "allows no" in str(w.message)} == {__file__}
+    _assert_steps(model, 3)
     assert history.history == {}  # not a loss of 0
     assert ends == [{}]
-    assert callbacks[0].epsilon == 0.0
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
     figures = model.evaluate(X, Y, verbose=0, return_dict=True)

@@ -766,3 +766,30 @@ def test_checkpoint_restores_the_state_and_not_the_noise(tmp_path):
         model.train_on_batch(*data())
         results.append(model.get_weights()[0])
     assert (results[0] != results[1]).any()
+
+
+@pytest.mark.parametrize("optimizer", [DPSGD, dp.optimizers.DPAdam, dp.optimizers.DPGaLore])
+@pytest.mark.parametrize(
+    "arguments, hints",
+    [
+        (
+            {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "num_microbatches": 8},
+            ["l2_norm_clip: it is called clip_norm", "num_microbatches: every example is clipped"],
+        ),
+        ({"unroll_microbatches": True, "clip_norm": 1.0, "batch_size": 8}, ["physical_batch_size"]),
+        ({"max_grad_norm": 1.0, "batch_size": 8}, ["max_grad_norm: it is called clip_norm"]),
+        ({"l2_clip_norm": 1.0}, ["l2_clip_norm: it is called clip_norm"]),
+        ({"clip_norm": 1.0, "expected_batch_size": 8}, ["is called batch_size"]),
+        ({"clip_norm": 1.0, "batch_size": 8, "target_epsilon": 1.0}, ["calibrate"]),
+    ],
+)
+def test_names_of_other_libraries_are_translated(optimizer, arguments, hints):
+    with pytest.raises(TypeError, match=f"{optimizer.__name__} does not take") as caught:
+        optimizer(0.1, **arguments)
+    assert all(hint in str(caught.value) for hint in hints)
+    assert "It needs clip_norm, batch_size" in str(caught.value)
+
+
+def test_names_of_other_libraries_are_translated_around_a_keras_optimizer():
+    with pytest.raises(TypeError, match="DPOptimizer does not take l2_norm_clip: it is called"):
+        dp.optimizers.DPOptimizer("adam", l2_norm_clip=1.0)

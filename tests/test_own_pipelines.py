@@ -186,7 +186,7 @@ def test_functions_that_are_none_of_examples_are_refused(function, words):
 
 
 def test_map_of_a_generator_says_where_to_change_examples():
-    batches = dp.data.assume_sampling(iter([]), Sampling.full(5))
+    batches = dp.data.assume_sampling((batch for batch in []), Sampling.full(5))
     with pytest.raises(TypeError, match="where they are made"):
         batches.map(lambda x, y: (x, y))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import dp_accounting
 from scipy import optimize
@@ -35,6 +35,15 @@ _TOLERANCE = 3e-5  # relative
 _ROUGHLY = 16  # distinct schedule factors in the first, quick search
 
 
+class Calibration(NamedTuple):
+    """What the noise of an optimizer was calibrated for; see `calibrate`."""
+
+    steps: int
+    epsilon: float
+    delta: float
+    accountant: Accountant
+
+
 def calibrate(
     optimizer: PrivateOptimizer,
     sampling: Sampling,
@@ -51,7 +60,8 @@ def calibrate(
 
     Args:
         optimizer: an optimizer of `dp_keras_opt.optimizers` that is not built yet. Sets its
-            `noise_multiplier`, and `calibrated_for` to the sampling.
+            `noise_multiplier`, and `calibrated_for` to the sampling; a model that is trained past
+            `steps` without a budget warns.
         sampling: the `Sampling` of the batches.
         steps: number of training steps, at least 1.
         epsilon: the budget at `delta`, positive and finite.
@@ -148,6 +158,7 @@ def calibrate(
         multiplier *= 1 + _TOLERANCE
     optimizer.noise_multiplier = multiplier
     optimizer.calibrated_for = sampling
+    optimizer.calibration = Calibration(steps, epsilon, delta, accountant)
     return multiplier
 
 

@@ -23,6 +23,7 @@ from dp_keras_opt.optimizers import projection as projections
 from dp_keras_opt.types import ClippingStyle
 
 if TYPE_CHECKING:
+    from dp_keras_opt.accounting.calibration import Calibration
     from dp_keras_opt.accounting.sampling import Sampling
     from dp_keras_opt.filters import Filter
     from dp_keras_opt.noise.mechanism import Mechanism
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 _Kept = TypeVar("_Kept")
 
-#: Keras arguments that would mean something else under clipping and noise, and what to use.
 #: Beyond them, squares of the gradients that they bound leave the range of float32.
 _LEAST_CLIP_NORM, _MOST_CLIP_NORM = 1e-12, 1e18
 
+#: Keras arguments that would mean something else under clipping and noise, and what to use.
 _REFUSED = {
     "clipnorm": "it would clip the batch gradient, which bounds no single example; use clip_norm",
     "global_clipnorm": "it would clip the batch gradient, which bounds no single example; use "
@@ -45,6 +46,28 @@ _REFUSED = {
     "leave it out",
     "gradient_accumulation_steps": "it would add noise to each micro-batch; use "
     "model.compile(..., physical_batch_size=...)",
+}
+
+_MICROBATCHES = (
+    "every example is clipped alone here. Leave it out; rows that are processed at once are "
+    "model.compile(..., physical_batch_size=...)"
+)
+
+#: What is called otherwise by TensorFlow Privacy, Opacus and JAX Privacy.
+_CALLED_OTHERWISE = {
+    "l2_norm_clip": "it is called clip_norm here",
+    "num_microbatches": _MICROBATCHES,
+    "unroll_microbatches": _MICROBATCHES,
+    "max_grad_norm": "it is called clip_norm here",
+    "expected_batch_size": "it is called batch_size here",
+    "target_epsilon": "dp_keras_opt.accounting.calibrate(optimizer, sampling, steps, epsilon, "
+    "delta) finds the noise_multiplier for it",
+    "secure_mode": "it is called secure_noise here",
+    "l2_clip_norm": "it is called clip_norm here",
+    "clipping_norm": "it is called clip_norm here",
+    "noise_std": "give noise_multiplier, the standard deviation over clip_norm",
+    "stddev": "give noise_multiplier, the standard deviation over clip_norm",
+    "noise_seed": "it is called seed here",
 }
 
 
@@ -205,6 +228,20 @@ class PrivateOptimizer(replicas.UpdatesOnce):
 
     #: The `Sampling` that `accounting.calibrate` assumed; training on other data is refused.
     calibrated_for: Sampling | None = None
+
+    #: The steps and the budget that it was for.
+    calibration: Calibration | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        # Here, because `__init__` is not reached where clip_norm or batch_size is missing.
+        reasons = {name: _CALLED_OTHERWISE[name] for name in kwargs if name in _CALLED_OTHERWISE}
+        if reasons:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise TypeError(
+                f"{cls.__name__} does not take {listed}. It needs clip_norm, batch_size "
+                "(the expected number of examples in a batch) and noise_multiplier."
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,
