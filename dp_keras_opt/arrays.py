@@ -40,7 +40,7 @@ def _read(dataset, max_bytes):
     chunks, rows, size = [], 0, 0
     try:
         for chunk in dataset.batch(128).as_numpy_iterator():
-            chunks.append(tf.nest.map_structure(_as_floatx, chunk))
+            chunks.append(tf.nest.map_structure(as_floatx, chunk))
             rows += len(tf.nest.flatten(chunk)[0])
             size += _nbytes(chunks[-1])
             _check_size(size if n < 0 else size * n // rows, max_bytes)
@@ -78,7 +78,7 @@ def tensors(data, max_bytes):
 
 def _array(name, value):
     """One leaf of the data as a NumPy array with a first dimension."""
-    array = _as_floatx(np.asarray(value))
+    array = as_floatx(np.asarray(value))
     is_object = array.dtype == object and not all(isinstance(v, str | bytes) for v in array.flat)
     if array.ndim == 0 or is_object:
         raise TypeError(
@@ -95,7 +95,8 @@ def _array(name, value):
     return array
 
 
-def _as_floatx(array):
+def as_floatx(array):
+    """Floats in the precision that Keras gives them, all else as it is."""
     return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
 
 
