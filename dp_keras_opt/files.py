@@ -45,10 +45,8 @@ def new_folder(path, content):
         FileExistsError: there are other files at `path`.
         ValueError: `path` is not on this machine's file systems.
     """
-    if "://" in str(path):
-        raise ValueError(f"{path} is no local folder. Write a local one and copy it there.")
+    check_replaceable(path, content)
     path = pathlib.Path(path).absolute()
-    _check_replaceable(path, content)
     beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         beside.mkdir(parents=True)
@@ -72,7 +70,11 @@ def _put(folder, path):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_replaceable(path, content):
+def check_replaceable(path, content):
+    """Refuses a place where there are other files than `content`; see `new_folder`."""
+    if "://" in str(path):
+        raise ValueError(f"{path} is no local folder. Write a local one and copy it there.")
+    path = pathlib.Path(path).absolute()
     if not path.exists():
         return
     known = [path / part for part in content]

@@ -106,6 +106,11 @@ def export(
         )
 
 
+def check_folder(path):
+    """Refuses a place for an export where there are other files; see `export`."""
+    files.check_replaceable(path, _CONTENT)
+
+
 def _write(model, folder, inputs):
     """The SavedModel alone; returns its outputs, as a dict from names to specs."""
     archive = keras.export.ExportArchive()
