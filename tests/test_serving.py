@@ -234,6 +234,14 @@ def _train(model, x, y=Y, loss="mse"):
     return report
 
 
+def _untrained(model):
+    """A report of a model that is compiled alone, which takes no time."""
+    model.compile(dp.optimizers.DPSGD(clip_norm=1.0, noise_multiplier=1.0, batch_size=B), "mse")
+    report = dp.callbacks.PrivacyReport(DELTA)
+    report.set_model(model)
+    return report
+
+
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
     """What the process that `SERVER` describes answers, a function of (path, rows)."""
@@ -306,7 +314,7 @@ def test_the_export_runs_without_this_library(make, serve, tmp_path):
 def test_each_endpoint_has_its_names(tmp_path):
     """`serving_default` those of the model; `serve` Keras's, for clients of before."""
     model, x, y = sequential()
-    dp.serving.export(model, tmp_path / "1", _train(model, x, y))
+    dp.serving.export(model, tmp_path / "1", _untrained(model))
     served = tf.saved_model.load(str(tmp_path / "1"))
     assert list(served.signatures["serving_default"].structured_outputs) == ["score"]
     assert list(served.signatures["serve"].structured_outputs) == ["output_0"]
@@ -357,7 +365,7 @@ def test_sizes_in_which_batches_differed_are_open(tmp_path):
 
 def test_pictures_are_not_augmented_when_served(tmp_path):
     model, x, y = pictures()
-    dp.serving.export(model, tmp_path / "1", _train(model, x, y))
+    dp.serving.export(model, tmp_path / "1", _untrained(model))
     serve = tf.saved_model.load(str(tmp_path / "1")).signatures["serving_default"]
     first, second = (serve(picture=tf.constant(x))["score"] for _ in range(2))
     np.testing.assert_array_equal(first, second)
@@ -369,7 +377,7 @@ def test_pictures_are_not_augmented_when_served(tmp_path):
 def test_litert_converts_an_augmented_model(tmp_path):
     """Without TensorFlow's own operations, which is what refused the random ones."""
     model, x, y = pictures()
-    dp.serving.export(model, tmp_path / "1", _train(model, x, y))
+    dp.serving.export(model, tmp_path / "1", _untrained(model))
     content = tf.lite.TFLiteConverter.from_saved_model(str(tmp_path / "1")).convert()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TensorFlow sends its users to another package
@@ -391,7 +399,7 @@ def _written(model, inputs, folder, function):
 def test_the_comparison_sees_what_differs(make, tmp_path):
     """Training mode, a weight off by 1%, and another row."""
     model, x, y = make()
-    _train(model, x, y)
+    _untrained(model)
     inputs = signature.inputs(model)
     same = _written(model, inputs, tmp_path / "same", lambda x: model(x, training=False))
     comparison.check(model, same, inputs)
@@ -434,7 +442,7 @@ def test_random_numbers_of_a_seed_generator_are_compared_in_full(tmp_path):
     """What is drawn in inference, too, is drawn from the same state by both; which then stays."""
     inputs = keras.Input((3,), name="features")
     model = dp.DPModel(inputs, layers.Dense(1, name="score")(Draw()(layers.Dense(2)(inputs))))
-    report = _train(model, X)
+    report = _untrained(model)
     before = [np.asarray(variable.value) for variable in model.variables]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -458,7 +466,7 @@ def test_random_numbers_that_predict_does_not_repeat_are_said_to_be_compared_in_
     inputs = keras.Input((3,), name="features")
     mean = layers.Dense(1, name="mean")(inputs)
     model = dp.DPModel(inputs, [mean, Noisy(name="drawn")(mean)])
-    report = _train(model, X, [Y, Y], ["mse", "mse"])
+    report = _untrained(model)
     with pytest.warns(UserWarning, match=r"outputs \['drawn'\] are random in inference"):
         dp.serving.export(model, tmp_path / "1", report)
     specs = signature.inputs(model)
@@ -519,7 +527,7 @@ def test_a_difference_leaves_nothing_behind(tmp_path):
 
     inputs = keras.Input((3,), name="features")
     model = dp.DPModel(inputs, Counting(name="score")(layers.Dense(1)(inputs)))
-    report = _train(model, X)
+    report = _untrained(model)
     with pytest.raises(
         ValueError, match="output 'score' of the SavedModel differs from predict by"
     ):
@@ -529,7 +537,7 @@ def test_a_difference_leaves_nothing_behind(tmp_path):
 
 def test_an_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
     model, x, y = functional()
-    report = _train(model, x, y)
+    report = _untrained(model)
     path = tmp_path / "1"
     dp.serving.export(model, path, report, card=dp.serving.ModelCard("first"))
     kept = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
@@ -546,7 +554,7 @@ def test_an_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize("foreign", ["2/saved_model.pb", "notes.txt", "assets.extra/warmup"])
 def test_other_files_are_not_replaced(foreign, tmp_path):
     model, x, y = functional()
-    report = _train(model, x, y)
+    report = _untrained(model)
     dp.serving.export(model, tmp_path / "scores", report)
     file = tmp_path / "scores" / foreign
     file.parent.mkdir(exist_ok=True)
@@ -567,7 +575,7 @@ def test_code_of_python_is_refused(tmp_path):
 
     inputs = keras.Input((3,))
     model = dp.DPModel(inputs, Doubled()(layers.Dense(1)(inputs)))
-    report = _train(model, X)
+    report = _untrained(model)
     with pytest.raises(ValueError, match="Python code in its graph .* no server has"):
         dp.serving.export(model, tmp_path / "1", report)
     assert not list(tmp_path.iterdir())
@@ -601,7 +609,7 @@ def test_public_inputs_stand_in_where_synthetic_ones_are_refused(tmp_path):
 
     inputs = keras.Input((3,), name="features")
     model = dp.DPModel(inputs, layers.Dense(1)(Strict()(inputs)))
-    report = _train(model, X)
+    report = _untrained(model)
     Strict.served = True
     with pytest.raises(
         ValueError, match="(?s)no synthetic inputs were found .* Pass public_inputs"
@@ -613,7 +621,7 @@ def test_public_inputs_stand_in_where_synthetic_ones_are_refused(tmp_path):
 @pytest.mark.parametrize("rows", [np.ones((2, 4)), np.ones((0, 3)), [X, X], np.array([["a"] * 3])])
 def test_public_inputs_must_fit(rows, tmp_path):
     model, x, y = functional()
-    report = _train(model, x, y)
+    report = _untrained(model)
     with pytest.raises(ValueError, match="public_inputs must be rows of what the model takes"):
         dp.serving.export(model, tmp_path / "1", report, public_inputs=rows)
 

@@ -19,11 +19,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dp_keras_opt import checksums
+from dp_keras_opt import __version__, checksums
 from dp_keras_opt.accounting.accountant import name_for
 from dp_keras_opt.accounting.statement import claims, not_covered, rounded_up
-
-_PACKAGES = ("dp-keras-opt", "dp-accounting", "keras", "tensorflow")
 
 #: Whoever knows the seed can draw the noise again and subtract it.
 _SECRET = "seed"
@@ -121,8 +119,13 @@ def content(model, report, statement, inputs, outputs, card=None):
         "privacy": _privacy(model, report) | {"statement": statement},
         "optimizer": _optimizer(model.optimizer),
         "architecture": _architecture(model, inputs, outputs),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": {
+            "dp-keras-opt": __version__,
+            "dp-accounting": importlib.metadata.version("dp-accounting"),
+            "keras": keras.__version__,
+            "tensorflow": tf.__version__,
+            "python": platform.python_version(),
+        },
     }
 
 
