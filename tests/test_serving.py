@@ -181,6 +181,13 @@ def integers_of_a_table():
     return dp.DPModel(code, score), _of([[7], [41], [300]]), Y
 
 
+def floats_as_ids():
+    """An `Input` whose dtype was left out, as many have it before an embedding."""
+    ids = keras.Input((2,), name="ids")
+    hidden = layers.Flatten()(layers.Embedding(5, 3)(ids))
+    return dp.DPModel(ids, layers.Dense(1, name="score")(hidden)), _integers(5, (N, 2)), Y
+
+
 def open_lengths():
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     hidden = layers.LSTM(3)(layers.Embedding(11, 4, mask_zero=True)(tokens))
@@ -280,6 +287,7 @@ MODELS = {
     strings: (["word"], ["score"]),
     texts: (["text"], ["score"]),
     integers_of_a_table: (["code"], ["output_0"]),
+    floats_as_ids: (["ids"], ["score"]),
     open_lengths: (["tokens"], ["score"]),
     several_outputs: (["features"], ["mean", "output_1"]),
     pictures: (["picture"], ["score"]),

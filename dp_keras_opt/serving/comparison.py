@@ -16,7 +16,7 @@ from dp_keras_opt.clipping.synthetic import Synthetic
 from dp_keras_opt.serving import signature
 
 #: Magnitudes of synthetic floats: those of standardised features, and those of pixels, which a
-#: model may rescale; with three rows of each.
+#: model may rescale; with three rows of each. Those that a model does not take are left out.
 _MAGNITUDES = (1.0, 10.0, 255.0)
 _ROWS = 3
 
@@ -108,19 +108,15 @@ def _synthetic(model, inputs):
 
     synthetic, random = Synthetic(Batch(inputs, None)), np.random.default_rng(0)
     synthetic.widen(model, why_not)
-    if synthetic.reason is not None:
+    draws = (synthetic.pair(random, _ROWS, magnitude=each)[0] for each in _MAGNITUDES)
+    parts = [draw.x for draw in draws if why_not(draw) is None]  # floats may be ids of a table
+    if not parts:
         raise ValueError(
             f"The export of '{model.name}' cannot be compared with predict: no synthetic inputs "
             f"were found that it takes ({synthetic.reason}). Pass public_inputs: some rows as "
             "predict takes them, not private ones."
         )
-    parts = [synthetic.pair(random, _ROWS, magnitude=each)[0].x for each in _MAGNITUDES]
-    x = tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *parts)
-    rows = tf.nest.flatten(inputs)[0].shape[0]
-    if rows is None:
-        return x
-    # A model for so many rows.
-    return tf.nest.map_structure(lambda leaf: tf.gather(leaf, np.arange(rows) % len(leaf)), x)
+    return tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *parts)
 
 
 def _given(inputs, public_inputs):

@@ -74,7 +74,7 @@ def _given_name(operation):
 
 def _spec_of_input(tensor):
     name = None if _UNNAMED_INPUT.fullmatch(tensor.name) else tensor.name
-    return tf.TensorSpec(tensor.shape, tensor.dtype, name)
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype, name)
 
 
 def _spec_of_array(array):
