@@ -334,6 +334,14 @@ class DPModel(Guard, PrivateStep, keras.Model):
         self._let_weights_move()
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
+    def _trained_on(self, number):
+        """Specs of the first tensors in the batches of training since `compile`, [] without any.
+
+        Sizes in which the batches differed are open, as is the number of rows.
+        """
+        forms = [form[:number] for _, form in self._plans]
+        return [functools.reduce(_common_spec, specs) for specs in zip(*forms, strict=True)]
+
     def _let_weights_move(self):
         """Before private steps: notes what others did until now, and expects no values any more."""
         if self._moving_since != checksums.last_registration():
@@ -460,6 +468,14 @@ class DPModel(Guard, PrivateStep, keras.Model):
         else:
             files.replaced(save, filepath, overwrite)
 
+    def export(self, filepath: Path, *args: Any, **kwargs: Any) -> None:
+        """As `keras.Model.export`; warns that the privacy statement is not in what it writes.
+
+        `serving.export` writes a SavedModel with it, and of inference alone.
+        """
+        _warn_of_export(self)
+        super().export(filepath, *args, **kwargs)
+
     def save_own_variables(self, store: Any) -> None:
         super().save_own_variables(store)
         self._store_ledger(store)
@@ -531,6 +547,11 @@ class PrivateWrapper(DPModel):
         return cls(**config | {"model": keras.saving.deserialize_keras_object(config["model"])})
 
 
+def _common_spec(one, two):
+    one = tf.TensorSpec([None, *one.shape[1:]], one.dtype)
+    return one.most_specific_compatible_type(two) if one.dtype == two.dtype else two
+
+
 def make_private(model: keras.Model) -> DPModel:
     """The private counterpart of a Keras model, sharing its layers and weights.
 
@@ -575,6 +596,10 @@ def _tie(model, private):
         else:
             kind.save(model, filepath, *args, **kwargs)
 
+    def export(filepath, *args, **kwargs):
+        _warn_of_export(private)
+        kind.export(model, filepath, *args, **kwargs)
+
     def reduce():  # of `copy` and `pickle`
         return private.__reduce__() if private.ledger.steps else kind.__reduce__(model)
 
@@ -589,11 +614,23 @@ def _tie(model, private):
     for name, value in {
         "_private_counterpart": lambda: private,  # a function: Keras saves what attributes hold
         "save": save,
+        "export": export,
         "__reduce__": reduce,
         "save_own_variables": save_own_variables,
         "load_own_variables": load_own_variables,
     }.items():
         object.__setattr__(model, name, value)
+
+
+def _warn_of_export(private):
+    if private.ledger.steps:
+        warnings.warn(
+            "The model was trained privately, but what `export` writes has no privacy statement, "
+            "and as a SavedModel it may augment what it is asked, as in training. For a SavedModel "
+            "use dp_keras_opt.serving.export(private_model, path, report); send other formats "
+            "along with private_model.statement(delta).",
+            stacklevel=3,
+        )
 
 
 def _counterpart(model):

@@ -369,9 +369,7 @@ def test_trains_from_files_to_a_served_model(found, files, tmp_path, model, data
     predicted = again.predict(x, verbose=0)
     assert result["validation"]["loss"] == pytest.approx(np.mean((predicted - y) ** 2), rel=1e-4)
     served = tf.saved_model.load(str(tmp_path / "served/1"))
-    np.testing.assert_allclose(
-        served.serve(x if model == "two" else [x]), predicted, rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(served.serve(x), predicted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_ledger_and_a_model_carry_the_budget_on(run, found, files, tmp_path):
@@ -559,6 +557,7 @@ TRAIN = "train {0}/plain.keras {0}/data.npz"
         (COMPARE.replace("plain", "mixing"), 1, "BatchNormalization"),
         (f"{TRAIN} {TRAINING} --ledger {{0}}/data.csv", 3, "no record of a ledger"),
         (f"{TRAIN} {TRAINING} --export {{0}} --output {{0}}/old", 3, "old/model.keras exists"),
+        (f"{TRAIN} {TRAINING} --export {{0}}", 3, "holds other files than those of an export"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line_with_the_fix(run, files, tmp_path, command, code, message):

@@ -122,16 +122,20 @@ def test_map_sees_single_examples_of_any_structure():
 
 
 # Tests have a global seed, which tf.data would repeat for random numbers of its own.
-JITTER = {
-    "generator": lambda: lambda x, g=tf.random.Generator.from_seed(5): x + g.normal((1,)),
-    "layer": lambda: lambda x, layer=keras.layers.GaussianNoise(1.0): layer(x, training=True),
-}
+def _generator():
+    generator = tf.random.Generator.from_seed(5)
+    return lambda x: x + generator.normal((1,))
 
 
-@pytest.mark.parametrize("jitter", JITTER)
+def _layer():
+    layer = keras.layers.GaussianNoise(1.0)
+    return lambda x: layer(x, training=True)
+
+
+@pytest.mark.parametrize("jitter", [_generator, _layer])
 def test_map_is_random_anew_for_each_example_and_epoch(jitter):
     train = dp.data.fixed_order_epochs((np.zeros((6, 1), "float32"), np.arange(6)), 3)
-    jitter = JITTER[jitter]()
+    jitter = jitter()
     mapped = train.map(lambda x, y: (jitter(x), y))
     values = [x.numpy().ravel() for _epoch in range(2) for x, _, _ in mapped]
     assert len(np.unique(values)) == 12

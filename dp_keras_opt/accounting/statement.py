@@ -68,25 +68,23 @@ def statement(ledger, delta, accountant="rdp", group_size=1, notes=()):
         check_delta(delta, segments, accountant)
         return "\n\n".join(["Privacy statement", _NOTHING, *notes]) + "\n"
 
-    claims = [_claim(group, delta, accountant) for group in composable(segments)]
+    found = claims(ledger, delta, accountant)
     paragraphs = [
         "Privacy statement",
-        *(text for claim in claims for text in _claimed(claim, delta)),
-        *_apart(claims),
+        *(text for claim in found for text in _claimed(claim, delta)),
+        *_apart(found),
         *_public(segments),
         "Protected: every intermediate model, the final one, and all that is computed from them.",
         *(_training(segment, place, segments) for place, segment in enumerate(segments, 1)),
-        *dict.fromkeys(_accounting(claim, accountant) for claim in claims),
+        *dict.fromkeys(_accounting(claim, accountant) for claim in found),
     ]
     if group_size > 1:
-        paragraphs += [_group(claim.unit, claim.promised, delta, group_size) for claim in claims]
+        paragraphs += [_group(claim.unit, claim.promised, delta, group_size) for claim in found]
     filled = [textwrap.fill(paragraph, 80) for paragraph in (*paragraphs, *notes)]
-    units = dict.fromkeys(claim.unit for claim in claims)
-    not_covered = [line.format(unit=" or ".join(units)) for line in _NOT_COVERED]
-    return "\n\n".join([*filled, _bullets("Not covered:", not_covered)]) + "\n"
+    return "\n\n".join([*filled, _bullets("Not covered:", not_covered(found))]) + "\n"
 
 
-class _Claim(NamedTuple):
+class Claim(NamedTuple):
     """One guarantee: of steps on one privacy unit, under one adjacency."""
 
     segments: list
@@ -98,23 +96,44 @@ class _Claim(NamedTuple):
     def unit(self):
         return self.segments[0].sampling.unit
 
+    @property
+    def adjacency(self):
+        return self.segments[0].sampling.adjacency
+
+    @property
+    def is_heuristic(self):
+        """Whether its sampling is one for which epsilon is not proven."""
+        return any(segment.sampling.is_heuristic for segment in self.segments)
+
+
+def claims(ledger, delta, accountant="rdp"):
+    """The `Claim`s that `statement` puts into words; none where no step was taken."""
+    segments = [segment for segment in ledger.segments if segment.steps]
+    return [_claim(group, delta, accountant) for group in composable(segments)]
+
+
+def not_covered(found):
+    """What these claims do not speak of, a list of phrases."""
+    units = dict.fromkeys(claim.unit for claim in found)
+    return [line.format(unit=" or ".join(units)) for line in _NOT_COVERED]
+
 
 def _claim(segments, delta, accountant):
     lower, epsilon = epsilon_bracket(segments, delta, accountant)
     states = [segment.state for segment in segments]
     planned = [each for each in scenarios(segments) if [s.state for s in each] != states]
     promised = max([epsilon, *(epsilon_of(each, delta, accountant) for each in planned)])
-    return _Claim(segments, lower, epsilon, promised)
+    return Claim(segments, lower, epsilon, promised)
 
 
 def _claimed(claim, delta):
     """The paragraphs of a guarantee: ε, the neighbours, and whether it is that of a plan."""
     sampling, unit = claim.segments[0].sampling, claim.unit
-    neighbours = _NEIGHBOURS[sampling.adjacency].format(unit=unit)
+    neighbours = _NEIGHBOURS[claim.adjacency].format(unit=unit)
     if sampling.examples_per_unit is not None:
         neighbours += f"; one {unit} stands for all examples of that {unit}"
-    yield _guarantee(claim.segments, claim.promised, delta)
-    yield f"Neighbouring data sets: {neighbours} ({sampling.adjacency})."
+    yield _guarantee(claim, delta)
+    yield f"Neighbouring data sets: {neighbours} ({claim.adjacency})."
     if claim.promised > claim.epsilon:
         yield (
             "Stopped early: the training ended before it had run all of the steps that were "
@@ -131,11 +150,11 @@ def _claimed(claim, delta):
         )
 
 
-def _apart(claims):
+def _apart(found):
     """What several guarantees mean for who is in all of the data."""
-    if len(claims) > 1:
+    if len(found) > 1:
         yield (
-            f"These are {len(claims)} guarantees, of steps that protect different units or speak "
+            f"These are {len(found)} guarantees, of steps that protect different units or speak "
             "of different neighbouring data sets. Each holds for its own steps. If they are about "
             "the same people, the epsilons add up over them, and so do the deltas."
         )
@@ -152,20 +171,20 @@ def group_privacy(epsilon, delta, size):
     return size * epsilon, min(delta * growth, 1.0)
 
 
-def _guarantee(segments, epsilon, delta):
-    unit = segments[0].sampling.unit
-    if math.isinf(epsilon):
+def _guarantee(claim, delta):
+    if math.isinf(claim.promised):
         return f"NO DIFFERENTIAL PRIVACY: epsilon is infinite at delta = {delta:g}. " + " ".join(
             f"Steps {segment.first_step} to {segment.last_step - 1} released the "
             f"{_in_words(release)} of query {release.query} without noise (multiplier 0)."
-            for segment in segments
+            for segment in claim.segments
             for release in segment.releases
             if release.multiplier == 0 and not release.is_public
         )
     heuristic = " (HEURISTIC, not proven: see the sampling below)"
     return (
-        f"Guarantee: differential privacy for one {unit} with epsilon = {rounded_up(epsilon)} at "
-        f"delta = {delta:g}{heuristic if any(s.sampling.is_heuristic for s in segments) else ''}."
+        f"Guarantee: differential privacy for one {claim.unit} with epsilon = "
+        f"{rounded_up(claim.promised)} at delta = {delta:g}"
+        f"{heuristic if claim.is_heuristic else ''}."
     )
 
 

@@ -15,6 +15,7 @@ from dp_keras_opt.cli.results import (
     UsageError,
     errors_as,
 )
+from dp_keras_opt.serving import saved_model
 
 MODEL, STATEMENT, HISTORY = "model.keras", "statement.txt", "history.csv"
 
@@ -85,6 +86,9 @@ def _trained(arguments, model, batches, has_public, validation):
             f"{arguments.output / MODEL} exists, and with it the record of what it has spent. Give "
             "another --output."
         )
+    if arguments.export:
+        with errors_as(FileError, of=(OSError, ValueError)):
+            saved_model.check_folder(arguments.export)
     _calibrate(arguments, model.ledger, optimizer, batches.sampling, steps)
     model.compile(optimizer=optimizer, loss=arguments.loss, metrics=arguments.metrics)
     report = _fit(arguments, model, batches)
