@@ -24,9 +24,10 @@ class Plan(NamedTuple):
         ruled: layers served by their rule.
         general: layers (or the whole model) run one example at a time, vectorised.
         sequential: whether these take the examples one after another instead.
-        splits: for each call of a `general` layer, which of its arguments have one row per example;
-            filled by the self-check, whose batch size nothing else in a model is likely to share.
-            None goes by the size of each argument.
+        splits: for each call of a `general` layer, which of its arguments have one row per example,
+            and how many times an example is repeated (`per_example.call`); filled by the
+            self-check, whose batch size nothing else in a model is likely to share. None goes by
+            the size of each argument.
         hidden: variables that code may change which no graph shows; they must stay as they are.
         moving: variables that every pass moves on, such as seeds and counters.
         demoted: (layer of `general`, why a faster engine did not do) for each that was demoted.
@@ -191,12 +192,15 @@ def _per_example_recorder(layer, calls, failures, rows, plan):
 
     def call(*args, **kwargs):
         try:
-            batched = per_example.arguments_with_rows(layer, rows, args, kwargs)
+            batched, repeats = per_example.arguments_with_rows(layer, rows, args, kwargs), None
+            number = id(layer), next(numbers)
             if plan.splits is not None:
-                batched = plan.splits.setdefault((id(layer), next(numbers)), batched)
-            outputs, copies = per_example.call(
-                layer, forward, rows, args, kwargs, batched, plan.sequential
+                batched, repeats = plan.splits.get(number, (batched, None))
+            outputs, copies, repeats = per_example.call(
+                layer, forward, rows, args, kwargs, batched, plan.sequential, repeats
             )
+            if plan.splits is not None:
+                plan.splits[number] = batched, repeats
         except _ERRORS as error:
             failures.append(CallFailed(layer, error))
             raise

@@ -7,11 +7,15 @@ proportion to rows × variables of the layer; `max_rows` bounds it and the train
 the batch in chunks.
 """
 
+import functools
 import math
+import os
 
 import keras
 import tensorflow as tf
 from keras import tree
+
+from dp_keras_opt.clipping.graphs import operations
 
 #: Memory for per-example copies of variables, in bytes.
 MEMORY = 2**28
@@ -71,7 +75,7 @@ def arguments_with_rows(layer, rows, args, kwargs):
     return batched
 
 
-def call(layer, forward, rows, args, kwargs, batched, sequential=False):
+def call(layer, forward, rows, args, kwargs, batched, sequential=False, repeats=None):
     """Runs `forward`, the layer's own `call`, on each example of the batch alone.
 
     Args:
@@ -82,9 +86,12 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False):
         batched: which of them to split, as `arguments_with_rows` gives it.
         sequential: one example after another, in a loop, where XLA cannot compile a vectorised
             loop.
+        repeats: how many times an example stands in the batch that is of it alone, as found before;
+            None finds out whether TensorFlow needs two (`is_miscomputed`).
 
     Returns:
-        (outputs of the layer for the batch, list of (variable, its copies (rows, *shape))).
+        (outputs of the layer for the batch, list of (variable, its copies (rows, *shape)), how many
+        times an example was repeated).
     """
     variables = list(layer.trainable_variables)
     flat = tree.flatten((args, kwargs))
@@ -92,10 +99,10 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False):
     copies = [tf.repeat(tf.convert_to_tensor(v)[None], count, axis=0) for v in variables]
     structure, has_mask = [], []
 
-    def one_example(slices):
+    def one_example(slices, repeats=1):
         leaves = list(flat)
         for i, leaf in zip(batched, slices["leaves"], strict=True):
-            leaves[i] = leaf[None]
+            leaves[i] = tf.repeat(leaf[None], repeats, axis=0) if repeats > 1 else leaf[None]
         one_args, one_kwargs = tree.pack_sequence_as((args, kwargs), leaves)
         own_weights = list(zip(variables, slices["copies"], strict=True))
         with keras.StatelessScope(state_mapping=own_weights):
@@ -104,11 +111,13 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False):
         leaves = [leaf for leaf in tree.flatten(outputs) if leaf is not None]
         masks = [getattr(leaf, "_keras_mask", None) for leaf in leaves]
         has_mask[:] = [mask is not None for mask in masks]
-        return [tf.squeeze(t, 0) for t in (*leaves, *masks) if t is not None]
+        return [_only(t, repeats) for t in (*leaves, *masks) if t is not None]
 
     slices = {"leaves": [flat[i] for i in batched], "copies": copies}
     mapping = keras.ops.map if sequential else tf.vectorized_map
-    results = mapping(one_example, slices)
+    if repeats is None and not sequential:
+        repeats = 2 if is_miscomputed(functools.partial(mapping, one_example), slices) else 1
+    results = mapping(functools.partial(one_example, repeats=repeats or 1), slices)
     _advance_seeds(layer)
     outputs, masks = results[: len(has_mask)], iter(results[len(has_mask) :])
     for output, masked in zip(outputs, has_mask, strict=True):
@@ -116,7 +125,40 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False):
             output._keras_mask = next(masks)
     outputs = iter(outputs)
     packed = tree.map_structure(lambda leaf: None if leaf is None else next(outputs), structure[0])
-    return packed, list(zip(variables, copies, strict=True))
+    return packed, list(zip(variables, copies, strict=True)), repeats
+
+
+def _only(tensor, repeats):
+    if tensor.shape.rank == 0 or tensor.shape[0] not in (None, repeats):
+        raise ValueError(f"it gives {tensor.shape} for one example, without a row of its own")
+    return tensor[0]
+
+
+def is_miscomputed(function, arguments):
+    """Whether a function has products of matrices that TensorFlow computes wrong on the CPU.
+
+    With oneDNN, TensorFlow 2.18 to 2.21 reads beyond the memory of what it multiplies where
+    [R, 1, M, K] meets one [K, N] for all: another example's numbers, or the end of the process. It
+    is what a batch of one becomes, vectorised, beside weights that are not the example's own.
+
+    Args:
+        function: of a structure of tensors; it is traced, and not run.
+        arguments: that structure.
+    """
+    if os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0" or tf.config.list_physical_devices("GPU"):
+        return False
+    specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, arguments)
+    graph = tf.function(function, autograph=False).get_concrete_function(specs).graph
+    return any(map(_is_miscomputed, operations(graph)))
+
+
+def _is_miscomputed(operation):
+    if not operation.type.startswith("BatchMatMul"):
+        return False
+    one, other = (tensor.shape for tensor in operation.inputs)
+    if one.rank is None or other.rank is None:
+        return True
+    return one.rank == 4 and one[0] != 1 and one[1] == 1 and all(d == 1 for d in other[:-2])
 
 
 def _has_rows(leaf, rows):

@@ -16,6 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.clipping.graphs import functions
+
 #: Operations that take a resource and leave it as it is.
 _READS = {
     "Identity",
@@ -237,10 +239,10 @@ class _Trace:
         return self._results[key]
 
     def _operation(self, graph, operation, inputs, decided):
-        called = {name: graph._get_function(name) for name in _functions(operation)}
+        called = {name: graph._get_function(name) for name in functions(operation)}
         if called and all(hasattr(function, "graph") for function in called.values()):
-            functions = [(name, function.graph) for name, function in called.items()]
-            return self._call(operation, functions, inputs, decided)
+            graphs = [(name, function.graph) for name, function in called.items()]
+            return self._call(operation, graphs, inputs, decided)
         self.has_python |= operation.type in _PYTHON or bool(called)
         both = _CONSTANT.join(*inputs)
         if both.resources and operation.type not in _READS and "Summary" not in operation.type:
@@ -321,16 +323,6 @@ def _argument(tensor, handles):
         return _Value(from_batch=True)
     held = tensor.dtype in (tf.resource, tf.variant)
     return _Value(resources=frozenset([id(handles[tensor.name])])) if held else _CONSTANT
-
-
-def _functions(operation):
-    """Names of the functions that an operation calls."""
-    names = []
-    for attribute in operation.node_def.attr.values():
-        if attribute.HasField("func"):
-            names.append(attribute.func.name)
-        names += [function.name for function in attribute.list.func]
-    return [name for name in names if name]
 
 
 # Putting back, and comparing.

@@ -1,0 +1,27 @@
+"""What is in a TensorFlow graph, and in the functions that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+
+def functions(operation: tf.Operation) -> list[str]:
+    """Names of the functions that an operation calls."""
+    names = []
+    for attribute in operation.node_def.attr.values():
+        if attribute.HasField("func"):
+            names.append(attribute.func.name)
+        names += [function.name for function in attribute.list.func]
+    return [name for name in names if name]
+
+
+def operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+    """All operations of a graph, and of the functions that it calls."""
+    for operation in graph.get_operations():
+        yield operation
+        for name in functions(operation):
+            inner = getattr(graph._get_function(name), "graph", None)
+            if inner is not None:
+                yield from operations(inner)
