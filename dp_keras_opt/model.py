@@ -229,6 +229,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         call = bound.arguments
         self._assert_compile_called("fit")
         fit_arguments.check_validation_data(call["validation_data"])
+        clipping.validate(self)  # layers may have been thawed since `compile`
         if self.built and self.optimizer.built:  # a step that is traced would go on as it is
             self.optimizer.serve(self.trainable_variables)
         arrays = not (replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches))

@@ -15,7 +15,6 @@ from dp_keras_opt.cli.results import (
     UsageError,
     errors_as,
 )
-from dp_keras_opt.serving import saved_model
 
 MODEL, STATEMENT, HISTORY = "model.keras", "statement.txt", "history.csv"
 
@@ -88,7 +87,7 @@ def _trained(arguments, model, batches, has_public, validation):
         )
     if arguments.export:
         with errors_as(FileError, of=(OSError, ValueError)):
-            saved_model.check_folder(arguments.export)
+            dp.serving.saved_model.check_folder(arguments.export)
     _calibrate(arguments, model.ledger, optimizer, batches.sampling, steps)
     model.compile(optimizer=optimizer, loss=arguments.loss, metrics=arguments.metrics)
     report = _fit(arguments, model, batches)
