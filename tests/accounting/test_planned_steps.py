@@ -266,7 +266,8 @@ def test_ledgers_of_before_load(name, tmp_path):
         ledgers = [Ledger.read(path), Ledger(path)]
     for ledger in ledgers:
         assert [segment.steps for segment in ledger.segments] == [250, 20]
-        assert ledger.epsilon(1e-5) == pytest.approx(6.058619733995208)
+        # Older releases of dp_accounting try other orders.
+        assert ledger.epsilon(1e-5) == pytest.approx(6.058619733995208, rel=1e-3)
         assert ledger.epsilon_as_planned(1e-5) == ledger.epsilon(1e-5)
         assert "Stopped early" not in ledger.statement(1e-5)
 
