@@ -37,8 +37,8 @@ class Guard:
     to run; None outside of it), `_out_of_budget` and `_ends` (how often the data ended);
     `_shaped_in` (the run that the weights are known to be shaped by) and `_others` (the ledgers of
     shared weights, as of which record); `_warned_of` (the calibration that a warning spoke of);
-    `_learned` (whether loaded weights brought a ledger) and
-    `_unreadable` (why theirs could not be read). `DPModel` has them.
+    `_learned` (whether loaded weights brought a ledger) and `_unreadable` (why theirs could not be
+    read). `DPModel` has them.
     """
 
     @property

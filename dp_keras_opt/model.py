@@ -336,7 +336,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def _trained_on(self, number):
-        """Specs of the first tensors in the batches of training since `compile`, [] without any.
+        """Specs of the first tensors in the batches of training so far, [] without any.
 
         Sizes in which the batches differed are open, as is the number of rows.
         """

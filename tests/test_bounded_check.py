@@ -98,6 +98,19 @@ def test_what_is_frozen_is_checked_by_what_it_gives():
         _fit(_compile(_model(base)))
 
 
+class _Penalty(layers.Layer):
+    def call(self, inputs, training=None):
+        if training:
+            self.add_loss(ops.mean(ops.square(inputs)))
+        return inputs
+
+
+def test_a_loss_that_is_added_in_training_alone_is_refused_beside_dropout():
+    """Passes are compiled once for each mode: that of inference adds none."""
+    with pytest.raises(ValueError, match="add_loss"):
+        _fit(_compile(_model(layers.Dense(3), layers.Dropout(0.5), _Penalty())))
+
+
 # Once.
 
 

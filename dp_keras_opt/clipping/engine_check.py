@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dp_keras_opt.clipping.book_keeping import Plan
 from dp_keras_opt.clipping.clipped_sum import Batch, per_example_gradients
+from dp_keras_opt.clipping.passes import is_in_half_precision
 from dp_keras_opt.clipping.state_changes import Snapshot
 
 
@@ -30,9 +31,10 @@ def wrong_variables(
         CallFailed: an engine cannot serve a call of a layer.
         ValueError: the loss depends on no trainable variable.
     """
-    half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     # Large gradients too: a backward pass may bound those of the batch as a whole.
-    scales, tolerance = ((1.0, 1.0), 0.1) if half else ((1.0, 1e4), 1e-3)
+    scales, tolerance = (1.0, 1e4), 1e-3
+    if is_in_half_precision(model):
+        scales, tolerance = (1.0, 1.0), 0.1
     wrong = [
         path
         for scale, batch in zip(scales, batches, strict=True)

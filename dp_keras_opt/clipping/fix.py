@@ -123,9 +123,7 @@ def _copy(model):
     for layer, other in pairs:
         with _named(layer):
             for part, same in zip(layer._flatten_layers(), other._flatten_layers(), strict=True):
-                if (
-                    same.trainable != part.trainable
-                ):  # as of parts that the configuration leaves out
+                if same.trainable != part.trainable:  # of what the configuration leaves out
                     same.trainable = part.trainable
             other.set_weights(layer.get_weights())
     return copy

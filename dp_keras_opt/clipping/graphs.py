@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+#: Operations that call back into the Python process that made them.
+PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+
 
 def functions(operation: tf.Operation) -> list[str]:
     """Names of the functions that an operation calls."""

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from dp_keras_opt.clipping.clipped_sum import Batch
+from dp_keras_opt.clipping.passes import is_in_half_precision
 from dp_keras_opt.clipping.synthetic import Synthetic
 
 _FIX = (
@@ -55,8 +56,7 @@ def check_lengths(
     if not synthetic.open_leaves:
         return
     names = ", ".join(synthetic.open_leaves)
-    half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
-    tolerance = 0.05 if half else 1e-3
+    tolerance = 0.05 if is_in_half_precision(model) else 1e-3
     before, compared = slope(batch), False
     for longer in synthetic.longer(batch):
         if why_not(longer) is not None:

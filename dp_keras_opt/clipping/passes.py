@@ -62,9 +62,9 @@ class Passes:
     def run(self, batch: Batch, before: Snapshot, training: bool = True) -> Pass:
         """One pass, which begins at a given state of the model."""
         before.put_back()
-        states = [np.array(state) for state in seeds(self._model)]
+        states = list(map(keras.ops.convert_to_numpy, seeds(self._model)))
         losses, seen = self._run(_parts(batch), training)
-        now = [np.array(state) for state in seeds(self._model)]
+        now = map(keras.ops.convert_to_numpy, seeds(self._model))
         return Pass(
             np.asarray(losses),
             [(name, np.asarray(tensor)) for one in seen for name, tensor in one.items()],
@@ -106,7 +106,8 @@ class Passes:
         finally:
             for layer, _ in watched:
                 object.__delattr__(layer, "call")
-        self.added = [layer.name for layer in self._model._flatten_layers() if layer._losses]
+        found = [layer.name for layer in self._model._flatten_layers() if layer._losses]
+        self.added = list(dict.fromkeys([*self.added, *found]))  # this is not run in every pass
         return losses, [{name: tensor} for name, tensor in seen.values()]
 
     def _gradients(self, batch, training):
@@ -116,6 +117,11 @@ class Passes:
             total = tf.reduce_sum(losses * weights)
         gradients = tape.gradient(total, [v.value for v in self._model.trainable_variables])
         return [tf.convert_to_tensor(t) for t in (losses, *gradients) if t is not None]
+
+
+def is_in_half_precision(model: keras.Model) -> bool:
+    """Whether some layer computes in 16 bits."""
+    return any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
 
 
 def with_tapes(function: Callable[..., Any], *args: Any) -> Any:

@@ -116,7 +116,7 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False, repeats=
     slices = {"leaves": [flat[i] for i in batched], "copies": copies}
     mapping = keras.ops.map if sequential else tf.vectorized_map
     if repeats is None and not sequential:
-        repeats = 2 if is_miscomputed(functools.partial(mapping, one_example), slices) else 1
+        repeats = _repeats(one_example, slices)
     results = mapping(functools.partial(one_example, repeats=repeats or 1), slices)
     _advance_seeds(layer)
     outputs, masks = results[: len(has_mask)], iter(results[len(has_mask) :])
@@ -132,6 +132,22 @@ def _only(tensor, repeats):
     if tensor.shape.rank == 0 or tensor.shape[0] not in (None, repeats):
         raise ValueError(f"it gives {tensor.shape} for one example, without a row of its own")
     return tensor[0]
+
+
+def _repeats(one_example, slices):
+    """How often an example has to stand in its batch for TensorFlow to compute its products right.
+
+    Raises:
+        ValueError: twice is not enough.
+    """
+    for repeats in (1, 2):
+        of_each = functools.partial(one_example, repeats=repeats)
+        if not is_miscomputed(functools.partial(tf.vectorized_map, of_each), slices):
+            return repeats
+    raise ValueError(
+        "on this CPU TensorFlow computes products of matrices in it wrong, one example at a time; "
+        "set TF_ENABLE_ONEDNN_OPTS=0 in the environment"
+    )
 
 
 def is_miscomputed(function, arguments):

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.clipping.graphs import functions
+from dp_keras_opt.clipping.graphs import PYTHON, functions
 
 #: Operations that take a resource and leave it as it is.
 _READS = {
@@ -43,7 +43,6 @@ _DRAWS = {
     "StatefulUniformFullInt",
     "StatefulUniformInt",
 }
-_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 #: What Python code raises that needs values and is given symbolic tensors.
 _NEEDS_VALUES = (AttributeError, RuntimeError, TypeError, ValueError, tf.errors.OpError)
 
@@ -243,7 +242,7 @@ class _Trace:
         if called and all(hasattr(function, "graph") for function in called.values()):
             graphs = [(name, function.graph) for name, function in called.items()]
             return self._call(operation, graphs, inputs, decided)
-        self.has_python |= operation.type in _PYTHON or bool(called)
+        self.has_python |= operation.type in PYTHON or bool(called)
         both = _CONSTANT.join(*inputs)
         if both.resources and operation.type not in _READS and "Summary" not in operation.type:
             self._changed |= both.resources
@@ -342,7 +341,8 @@ class Snapshot:
             assignments: what its forward pass changes; all variables where that is not known.
             weights: variables besides.
         """
-        self.shift, self._seeds = 0, [(state, np.array(state)) for state in seeds(model)]
+        self.shift = 0
+        self._seeds = [(state, keras.ops.convert_to_numpy(state)) for state in seeds(model)]
         self._weights = [(v, tf.identity(tf.convert_to_tensor(v))) for v in weights]
         self._handles = [] if assignments is None else assignments.changed
         complete = assignments is not None and assignments.complete

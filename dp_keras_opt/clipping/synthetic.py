@@ -92,9 +92,9 @@ class Synthetic:
 
         Floats are of the given magnitude, of both signs above 1; of the style "whole" they are few
         whole numbers, as labels and ids in a table of floats are; of the style "missing" some of x
-        are NaN. With `outlier` those of the
-        changed row are a million times larger, and its other values go from one extreme to the
-        other. Without `wide`, integers are 0 and 1, and strings such as the model need not know.
+        are NaN. With `outlier` those of the changed row are a million times larger, and its other
+        values go from one extreme to the other. Without `wide`, integers are 0 and 1, and strings
+        such as the model need not know.
         """
 
         of_x = len(tf.nest.flatten(self._structure[0]))

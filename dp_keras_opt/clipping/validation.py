@@ -29,12 +29,14 @@ def _normalizations(model):
         if owner is None:
             fix = (
                 "Replace it with GroupNormalization (dp_keras_opt.clipping.fix(model) does that), "
+                "or freeze it with layer.trainable = False."
             )
-            fix += "or freeze it with layer.trainable = False."
         else:
-            fix = "Freeze it with layer.trainable = False, if its statistics are pre-trained; or "
-            fix += f"replace it with GroupNormalization in the code of {type(owner).__name__}, "
-            fix += f"in which '{owner.name}' calls it."
+            fix = (
+                "Freeze it with layer.trainable = False, if its statistics are pre-trained; or "
+                f"replace it with GroupNormalization in the code of {type(owner).__name__}, in "
+                f"which '{owner.name}' calls it."
+            )
         what = f"BatchNormalization {names(layers)} in training mode"
         yield MIXING.format(what=what, fix=fix)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from dp_keras_opt import files
+from dp_keras_opt.clipping.graphs import PYTHON
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.serving import card as cards
 from dp_keras_opt.serving import comparison, signature
@@ -25,9 +26,6 @@ MODEL_CARD = pathlib.Path("assets.extra", "model_card.json")
 #: All that an export consists of, so that an older one can be told from other files.
 _CONTENT = ("assets", "fingerprint.pb", "saved_model.pb", "variables", STATEMENT, MODEL_CARD,
             MODEL_CARD.with_suffix(".md"))  # fmt: skip
-
-#: Operations that call back into the Python process that made them.
-_NEED_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 
 
 def export(
@@ -135,7 +133,7 @@ def _write(model, folder, inputs):
 def _refuse_python(function):
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
-    found = sorted({node.name for node in nodes if node.op in _NEED_PYTHON})
+    found = sorted({node.name for node in nodes if node.op in PYTHON})
     if found:
         raise ValueError(
             f"The model calls Python code in its graph ({', '.join(found)}), by tf.py_function or "
