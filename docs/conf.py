@@ -1,12 +1,16 @@
 """Sphinx configuration."""
 
 import doctest
+import inspect
 import re
 
 from docutils import nodes
 from sphinx.errors import SphinxError
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.inspect import stringify_signature
 
 import dp_keras_opt
+from dp_keras_opt.optimizers.catalog import CATALOG
 
 project = "dp-keras-opt"
 release = version = dp_keras_opt.__version__
@@ -26,7 +30,9 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # Keras's own docstrings are Markdown
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88  # longer ones have a line for each argument
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
@@ -53,15 +59,34 @@ html_theme = "furo"
 html_title = f"{project} {version}"
 
 
+class CataloguedOptimizers(SphinxDirective):
+    """An `autoclass` for each optimizer of the catalogue."""
+
+    def run(self):
+        listed = [f".. autoclass:: dp_keras_opt.optimizers.{entry.name}" for entry in CATALOG]
+        return self.parse_text_to_nodes("\n\n".join(listed))
+
+
 def setup(app):
+    app.add_directive("catalogued-optimizers", CataloguedOptimizers)
     # Napoleon escapes the stars of "**kwargs:" but not those of "*args, **kwargs:".
     app.connect("autodoc-process-docstring", _escape_stars, priority=1)
+    app.connect("autodoc-process-signature", _signature_of_init)
     app.connect("doctree-read", _select_examples, priority=900)  # once the front matter is known
     app.connect("build-finished", _demand_examples)
 
 
 def _escape_stars(app, what, name, obj, options, lines):
     lines[:] = [line.replace("*args, **kwargs:", r"*args, \**kwargs:") for line in lines]
+
+
+def _signature_of_init(app, what, name, obj, _, signature, returned):
+    """Shows the arguments of `__init__` where a base class has a `__new__` that takes anything."""
+    if what == "class" and signature and signature.startswith("(*args"):
+        found = inspect.signature(obj)
+        options = {"show_return_annotation": False, "unqualified_typehints": True}
+        return stringify_signature(found, **options), None
+    return None
 
 
 def _select_examples(app, doctree):

@@ -9,14 +9,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt import clipping, replicas
-from dp_keras_opt.accounting.accountant import check_budget, composable, epsilon_of
+from dp_keras_opt import clipping, workers
+from dp_keras_opt.accounting.accountant import composable, epsilon_of
+from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.deprecation import renamed_attribute
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.types import Accountant
 
 if TYPE_CHECKING:
-    from dp_keras_opt.accounting.ledger import Ledger
     from dp_keras_opt.accounting.sampling import Sampling
 
 __all__ = ["OptimizerReport", "PrivacyBudget", "PrivacyReport"]
@@ -28,9 +29,10 @@ class PrivacyReport(keras.callbacks.Callback):
     `fit` runs it before the other callbacks, so that all of them see ε.
 
     Args:
-        delta: δ at which ε is stated, in (0, 1); choose it well below 1 / number of examples.
+        delta: δ at which ε is stated, in (0, 1); choose it well below 1 / number of examples. None:
+            that of the `PrivacyBudget`.
         every: also report every this many batches, None for epoch ends only.
-        accountant: "rdp" or "pld".
+        accountant: "auto", "rdp", "pld" or "pure".
         sampling: the `Sampling` that is to be accounted, if it shall be checked against the data's.
 
     Guarantee: `epsilon` covers all private steps in the model's ledger, those of earlier `fit`
@@ -45,15 +47,16 @@ class PrivacyReport(keras.callbacks.Callback):
 
     def __init__(
         self,
-        delta: float,
+        delta: float | None = None,
         every: int | None = None,
-        accountant: Accountant = "rdp",
+        accountant: Accountant = "auto",
         sampling: Sampling | None = None,
     ) -> None:
         super().__init__()
         if every is not None:
             whole_number(every, "every", 1, "It is a number of batches.")
-        self.delta = delta
+        self.delta: Any = delta
+        self._takes_delta_of_budget = delta is None
         self.every = every
         self.accountant = accountant
         self.sampling = sampling
@@ -62,6 +65,14 @@ class PrivacyReport(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         _check_model(self)
+        if self._takes_delta_of_budget:
+            if self.model.budget is None:
+                raise ValueError(
+                    "PrivacyReport needs a delta at which ε is stated, well below 1 / number of "
+                    "examples: PrivacyReport(delta=1e-6). It may be left out beside a "
+                    "PrivacyBudget, whose delta it then takes."
+                )
+            self.delta = self.model.budget.delta
         if self.sampling is not None and self.sampling != self.model.sampling:
             raise ValueError(
                 f"PrivacyReport accounts {self.sampling}, but the data is sampled as "
@@ -136,41 +147,24 @@ class PrivacyBudget(keras.callbacks.Callback):
     Args:
         epsilon: ε ≥ 0, the most that may be spent over all of the model's training.
         delta: δ in (0, 1).
-        accountant: "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure".
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, epsilon: float, delta: float, accountant: Accountant = "rdp") -> None:
+    def __init__(self, epsilon: float, delta: float, accountant: Accountant = "auto") -> None:
         super().__init__()
-        check_budget(epsilon, delta, accountant)
-        self.epsilon = epsilon
-        self.delta = delta
-        self.accountant = accountant
-        self._limit: tuple[Any, int] = (None, 0)
+        self.budget = Budget(epsilon, delta, accountant)
+
+    affords = renamed_attribute("affords", "budget.affords")
+    limit = renamed_attribute("limit", "budget.limit")
 
     def on_train_begin(self, logs: Any = None) -> None:
         _check_model(self)
-        object.__setattr__(self.model, "budget", self)
-
-    def affords(self, ledger: Ledger, steps: int) -> bool:
-        """Whether this many further steps of the ledger's current segment keep the budget."""
-        return ledger.current.steps + steps <= self.limit(ledger)
-
-    def limit(self, ledger: Ledger) -> int:
-        """How many steps the ledger's current segment may have in all."""
-        *past, current = ledger.segments
-        # What else was spent, by whomever: another model may have the same ledger.
-        spent = tuple((segment.run, segment.steps) for segment in past)
-        key = current.run, spent, self.epsilon, self.delta, self.accountant
-        if self._limit[0] != key:
-            more = ledger.affordable_steps(self.epsilon, self.delta, self.accountant)
-            self._limit = (key, current.steps + more)
-        return self._limit[1]
 
     def __str__(self):
-        return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
+        return str(self.budget)
 
 
 class OptimizerReport(keras.callbacks.Callback):
@@ -219,13 +213,14 @@ class OptimizerReport(keras.callbacks.Callback):
         if not all(0 <= q <= 1 for q in quantiles):
             raise ValueError(f"quantiles must be numbers in [0, 1], received {quantiles!r}.")
         self.quantiles = tuple(quantiles)
-        self._power = None  # means over the epoch's steps, in units of C²: (signal, noise)
+        # Means over the epoch's steps, in units of C²: (signal, noise).
+        self._power: tuple[keras.metrics.Mean, ...] = ()
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         _check_model(self)
         if self._observe not in model.release_observers:
-            self._power = replicas.without_strategy(
+            self._power = workers.without_strategy(
                 lambda: tuple(keras.metrics.Mean(name=name) for name in ("signal", "noise"))
             )
             model.observe_releases(self._observe)

@@ -1,34 +1,51 @@
-"""The model: how it is compiled, trained, saved and made from others."""
+"""The model: how it is compiled, trained and saved."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
-from keras.src.models.functional import Functional
-from keras.src.models.model import functional_init_arguments
 
-from dp_keras_opt import checksums, clipping, data, files, fit_arguments, replicas
-from dp_keras_opt.accounting import Ledger
+from dp_keras_opt import _keras, checksums, clipping, files, workers
+from dp_keras_opt._keras import Functional, functional_init_arguments
+from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.accounting.budget import Budget
+from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import Batches
-from dp_keras_opt.guard import Guard, PrivacyBudgetError
-from dp_keras_opt.noise import entropy
+from dp_keras_opt.clipping import state_changes
+from dp_keras_opt.data import RowInfo
 from dp_keras_opt.optimizers import PrivateOptimizer
-from dp_keras_opt.step import PrivateStep
-from dp_keras_opt.types import Path
+from dp_keras_opt.training import (
+    fit_arguments,
+    fit_data,
+    losses,
+    planned_noise,
+    replicated,
+    saved_run,
+    step,
+    weight_history,
+)
+from dp_keras_opt.training.batches import as_batch, by_row
+from dp_keras_opt.training.fit_arguments import FitArguments
+from dp_keras_opt.training.guard import PrivacyGuard, steps_taken
+from dp_keras_opt.types import Accountant, Path
 
 if TYPE_CHECKING:
     from dp_keras_opt.clipping.query import Query
     from dp_keras_opt.noise.release import Released
+
+_CHANGED = (
+    "The weights were changed since by something that is not a private step (set_weights, an "
+    "assignment, training without privacy, weights loaded without their ledger). What that took "
+    "from the data is not covered."
+)
 
 
 class _LedgerState(tf.train.experimental.PythonState):
@@ -41,10 +58,10 @@ class _LedgerState(tf.train.experimental.PythonState):
         return self.model._saved_ledger()
 
     def deserialize(self, string_value):
-        self.model._learn(string_value)
+        self.model._guard.learn(self.model, string_value)
 
 
-class DPModel(Guard, PrivateStep, keras.Model):
+class DPModel(keras.Model):
     """A Keras model whose training step is differentially private.
 
     Used like `keras.Model`: `DPModel(inputs, outputs)` for a functional model, or as the base of a
@@ -65,8 +82,10 @@ class DPModel(Guard, PrivateStep, keras.Model):
     data; they are for the owner of the data and must not be published.
     """
 
+    train_function: Any
+
     def __new__(cls, *args, **kwargs):
-        # Keras would make DPModel itself functional, by rewriting its bases, for all time.
+        # Keras would make DPModel itself functional, by rewriting its bases for good.
         if cls is DPModel and functional_init_arguments(args, kwargs):
             return DPFunctional.__new__(DPFunctional, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)
@@ -79,38 +98,78 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 "`call` in the subclass."
             )
         super().__init__(*args, **kwargs)
-        # Plain attributes past Keras's tracking: none of them is a weight.
-        for name, value in {
-            "_ledger": Ledger(),
-            "_run": None,
-            "budget": None,
-            "_sampling": None,
-            "_arrangement": None,
-            "_resumed": None,
-            "_process": entropy.process(),
-            "_plans": {},
-            "_checked": None,
-            "_objective": None,
-            "_is_heard": False,
-            "physical_batch_size": None,
-            "_block": None,
-            "_fitting": False,
-            "_to_run": None,
-            "_out_of_budget": False,
-            "_ends": 0,
-            "_shaped_in": None,
-            "_others": (None, ()),
-            "_moving_since": None,
-            "_learned": False,
-            "_unreadable": None,
-            "_stepping": False,
-            "_non_finite": None,
-            "_warned_of": None,
-            "release_observers": (),
-        }.items():
-            object.__setattr__(self, name, value)
+        self._guard = PrivacyGuard()
+        self._step = step.StepState()
         self._ledger_state = _LedgerState(self)  # tracked, for tf.train.Checkpoint
-        object.__setattr__(self, "_born_with", {*vars(self), "_born_with"})
+        self._step.engines.ignored = frozenset(vars(self))  # what every model has
+
+    # What is known of the privacy of the weights.
+
+    @property
+    def ledger(self) -> Ledger:
+        """The `accounting.Ledger` of what the model has spent.
+
+        Assign `Ledger("spent.jsonl")` to keep it in a file, or one ledger to several models that
+        are trained on the same data; what the model has spent before is added to it.
+        """
+        return self._guard.ledger(self)
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger) -> None:
+        self._guard.exchange_ledger(self, ledger)
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """The `Sampling` of the batches, set by `fit`, and to be set before `train_on_batch`.
+
+        To set it again, also to an equal one, says that the data begin anew.
+        """
+        # A copy: Keras skips to assign what getattr already gives.
+        return copy.copy(self._guard.sampling)
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling) -> None:
+        _keras.check_is_compiled(self, "sampling")
+        self._guard.sample_as(self, sampling)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The `Budget` that no step may exceed: that of the last `PrivacyBudget` given to `fit`."""
+        return self._guard.budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        budget = getattr(budget, "budget", budget)  # of a `PrivacyBudget`
+        if not (budget is None or isinstance(budget, Budget)):
+            raise ValueError(
+                "budget must be a dp_keras_opt.accounting.Budget, a PrivacyBudget, or None; "
+                f"received {budget!r}."
+            )
+        self._guard.budget = budget
+
+    def statement(self, delta: float, accountant: Accountant = "auto", group_size: int = 1) -> str:
+        """The guarantee of the weights in words; see `accounting.statement`.
+
+        It covers what every private model has spent on these weights, and says so where they were
+        changed since by something else, as far as that is known (`fit` notes what it leaves).
+
+        Raises:
+            ValueError: as `accounting.statement`.
+        """
+        notes = [_CHANGED] if checksums.are_changed(self.weights) else []
+        return statement(self.ledger, delta, accountant, group_size, notes)
+
+    @property
+    def non_finite_examples(self) -> int:
+        """How many examples contributed zero because their gradient was NaN or infinite.
+
+        Of batches of `data.poisson_users` it counts users: one such example zeroes all of theirs.
+        This count depends on the data without noise: it is for the owner of the data, and is in no
+        log or saved file. With several workers, each counts its own examples.
+        """
+        if self._step.non_finite is None:
+            return 0
+        return workers.local_sum(self.distribute_strategy, self._step.non_finite)
 
     # Compiling.
 
@@ -118,18 +177,26 @@ class DPModel(Guard, PrivateStep, keras.Model):
         self,
         optimizer: PrivateOptimizer,
         loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: str | bool = "auto",
+        auto_scale_loss: bool = False,
         *,
         physical_batch_size: int | None = None,
-        **kwargs: Any,
     ) -> None:
         """Configures the model for private training.
 
         Args:
             optimizer: an optimizer of `dp_keras_opt.optimizers`.
             loss: any Keras loss: a string, an object, a function, or a structure of them.
+            loss_weights, metrics, weighted_metrics, run_eagerly, steps_per_execution, jit_compile:
+                as for `keras.Model.compile`.
+            auto_scale_loss: refused where True: a float16 loss is scaled by a constant here.
             physical_batch_size: how many rows are processed at once; larger batches are taken in
                 chunks of it that share one noise draw. None takes the batch as it comes.
-            **kwargs: those of `keras.Model.compile`.
 
         Raises:
             ValueError: the optimizer is not private, or the model is known to mix examples.
@@ -150,42 +217,48 @@ class DPModel(Guard, PrivateStep, keras.Model):
                 )
             raise ValueError(
                 "DPModel.compile needs an optimizer of dp_keras_opt.optimizers, received "
-                f"{optimizer!r}. Wrap a Keras optimizer: DPOptimizer(optimizer, clip_norm=..., "
-                "noise_multiplier=..., batch_size=...)."
+                f"{optimizer!r}. Wrap a Keras optimizer: DPOptimizer(optimizer, clip_norm=...)."
             )
         if physical_batch_size is not None:
             whole_number(physical_batch_size, "physical_batch_size")
-        if kwargs.pop("auto_scale_loss", False):
+        if auto_scale_loss:
             raise ValueError(
                 "auto_scale_loss=True skips steps depending on raw gradients. Leave it out: a "
                 "float16 loss is scaled by a constant, undone before the norm is taken."
             )
         if optimizer.secure_noise:  # its random bits come from outside of the graph
-            if kwargs.get("jit_compile") is True:
+            if jit_compile is True:
                 raise ValueError(
                     "secure_noise=True takes its random bits from outside of the graph, which XLA "
                     "cannot compile. Compile the model with jit_compile=False, or leave "
                     "secure_noise out."
                 )
-            kwargs["jit_compile"] = False
+            jit_compile = False
         clipping.validate(self)
         with self.distribute_strategy.scope():  # metrics have variables
-            super().compile(optimizer=optimizer, loss=loss, auto_scale_loss=False, **kwargs)
-        replicas.check_compiled(self, optimizer)
-        object.__setattr__(self, "physical_batch_size", physical_batch_size)
-        object.__setattr__(self, "release_observers", ())
-        object.__setattr__(self, "_resumed", None)
-        self._expect_the_same(loss, kwargs, physical_batch_size)
+            super().compile(
+                optimizer=optimizer,
+                loss=loss,
+                loss_weights=loss_weights,
+                metrics=metrics,
+                weighted_metrics=weighted_metrics,
+                run_eagerly=run_eagerly,
+                steps_per_execution=steps_per_execution,
+                jit_compile=jit_compile,
+                auto_scale_loss=False,
+            )
+        replicated.check_compiled(self, optimizer)
+        self._step.physical_batch_size = physical_batch_size
+        self._step.observers = ()
+        self._guard.resumed = None
+        ran = physical_batch_size, self.jit_compile, self.run_eagerly
+        self._step.engines.expect(self, (loss, loss_weights, metrics, weighted_metrics, *ran))
         self.ledger.close()
 
-    def _expect_the_same(self, loss, options, physical_batch_size):
-        """Forgets what was checked, unless the model and what it minimises are what they were."""
-        asked = ("loss_weights", "metrics", "weighted_metrics")
-        ran = physical_batch_size, self.jit_compile, self.run_eagerly
-        objective = (loss, *(options.get(name) for name in asked), *ran)
-        object.__setattr__(self, "_objective", objective)
-        if self._checked is None or not self._checked.is_that_of(self, objective):
-            self._plans.clear()
+    @property
+    def physical_batch_size(self) -> int | None:
+        """How many rows are processed at once, as `compile` was told."""
+        return self._step.physical_batch_size
 
     def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
@@ -193,7 +266,7 @@ class DPModel(Guard, PrivateStep, keras.Model):
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.built:
+        if self.built and self.optimizer.is_settled:
             self.optimizer.build(self.trainable_variables)
 
     def observe_releases(
@@ -204,18 +277,56 @@ class DPModel(Guard, PrivateStep, keras.Model):
         It is traced with the step, at the weights at which the gradients are taken, and is given
         nothing but what the step releases (`noise.Released`).
         """
-        object.__setattr__(self, "release_observers", (*self.release_observers, observer))
+        self._step.observers = (*self._step.observers, observer)
         self.train_function = None  # to be traced anew
+
+    @property
+    def release_observers(self) -> tuple[Callable[..., Any], ...]:
+        """What `observe_releases` was given."""
+        return self._step.observers
 
     # Training.
 
-    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+    ) -> keras.callbacks.History:
         """Trains the model privately; takes the arguments of `keras.Model.fit`.
 
-        `x` is a `dp_keras_opt.data.Batches` (from `poisson_batches` or `assume_sampling`), or
-        arrays, which count as shuffled: no amplification by sampling is claimed for them.
-
         A callback that steers by a training metric draws a warning: such metrics are raw.
+
+        Args:
+            x: a `dp_keras_opt.data.Batches` (from `poisson_batches` or `assume_sampling`), or
+                arrays. These are sampled as balls in bins under `zero_out`
+                (`dp_keras_opt.data.balls_in_bins`): each example comes once in every epoch, in a
+                batch drawn at random, and the sizes of batches vary. Where the noise cannot be
+                priced so (Laplace), the optimizer is calibrated for shuffled epochs, or
+                shuffle=False, they are Keras's own epochs, without amplification by sampling.
+            y, batch_size, class_weight, sample_weight, validation_split: as for Keras beside
+                arrays; beside `Batches` each has another place, which the error names. Class
+                weights that are computed from private data reveal them.
+            callbacks: those of Keras, and of `dp_keras_opt.callbacks`. A `PrivacyBudget` holds for
+                all later steps, too.
+            epochs, initial_epoch, steps_per_epoch, verbose, shuffle: as for Keras.
+            validation_data, validation_steps, validation_batch_size, validation_freq: as for Keras.
+
+        Returns:
+            The `History`.
 
         Raises:
             ValueError: the data declares no sampling, or one that does not match the optimizer; an
@@ -224,92 +335,99 @@ class DPModel(Guard, PrivateStep, keras.Model):
             TypeError: `validation_data` are `Batches`, or nothing that Keras reads.
             PrivacyBudgetError: a budget affords not even the first step.
         """
-        bound = inspect.signature(super().fit).bind(*args, **kwargs)
-        bound.apply_defaults()
-        call = bound.arguments
-        self._assert_compile_called("fit")
-        fit_arguments.check_validation_data(call["validation_data"])
+        call = FitArguments(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=callbacks,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+        )
+        _keras.check_is_compiled(self, "fit")
+        fit_arguments.check_validation_data(validation_data)
         clipping.validate(self)  # layers may have been thawed since `compile`
         if self.built and self.optimizer.built:  # a step that is traced would go on as it is
-            self.optimizer.serve(self.trainable_variables)
-        arrays = not (replicas.is_used(self.distribute_strategy) or isinstance(call["x"], Batches))
-        if not arrays:
-            batches = self._checked_batches(call["x"])
-            data.check_rows(batches)
-            fit_arguments.check_beside(batches, call)
-            self._sample_as(batches.sampling, batches.arrangement)
-            call["x"], call["shuffle"] = data.for_keras(batches.dataset), False
-            endless = replicas.is_used(self.distribute_strategy)  # `distributed` repeats the data
-            fit_arguments.check_steps(batches, call["steps_per_epoch"], endless)
-            call["steps_per_epoch"] = call["steps_per_epoch"] or batches.steps_per_epoch
-            object.__setattr__(self, "_block", batches.physical_batch_size)
-            if replicas.is_used(self.distribute_strategy):
-                if call["steps_per_epoch"] is None:
-                    raise ValueError(
-                        "Several replicas need to know how many batches an epoch has: pass "
-                        "steps_per_epoch to fit."
-                    )
-                strategy = self.distribute_strategy
-                dataset = data.deal(batches, replicas.local(strategy))
-                call["x"] = replicas.distributed(strategy, dataset)
-                self.optimizer.noise_source.share(strategy)
-        else:
-            self._sample_as(fit_arguments.sampling_of_arrays(call, self.optimizer))
-            object.__setattr__(self, "_block", None)
-        object.__setattr__(self, "_is_heard", bool(call["verbose"]))
-        fit_arguments.warn_of_monitors(call["callbacks"])
-        call["callbacks"] = fit_arguments.reports_first(call["callbacks"])
-        self._begin_segment()
-        object.__setattr__(
-            self, "budget", fit_arguments.budget_of(call["callbacks"]) or self.budget
-        )
-        epochs, before = call["epochs"] - call["initial_epoch"], self._iterations()
-        finished, steps_of_epoch = False, self._steps_of_epoch(call, arrays)
-        if epochs > 0 and not self._affordable(self.steps_per_execution) and not before:
-            raise PrivacyBudgetError(self._nothing_affordable())
-        self._let_weights_move()
+            self.optimizer.ensure_built(self.trainable_variables)
+        guard, optimizer = self._guard, self.optimizer
+        taken = fit_data.take(call, self)
+        at_once = min(self.steps_per_execution, taken.pass_length or math.inf)
+        sampling, steps_of_epoch = taken.sampling, taken.steps
+        self._step.block = taken.block
+        first, last = (max(number, 0) for number in (initial_epoch, epochs))
+        planned = _product(max(last - first, 0), steps_of_epoch)
+        self._step.shows_progress = bool(verbose)
+        fit_arguments.warn_of_monitors(callbacks)
+        call.callbacks = fit_arguments.reports_first(callbacks)
+        budget = fit_arguments.budget_of(callbacks) or guard.budget
+        # The last execution of an epoch is reserved in full, also where the data may end within it.
+        overhang = -steps_of_epoch % at_once if 0 < planned < math.inf else 0
+        if taken.pass_length:
+            overhang = 0
+        in_all = _product(last, steps_of_epoch) + overhang
+        found = self._settle_noise(callbacks, sampling, planned + overhang, budget, in_all)
+        guard.sample_as(self, sampling, taken.order_seed)
+        guard.begin_run(self)
+        guard.budget = budget
+        before = steps_taken(optimizer)
+        if taken.is_chosen and planned and not before:
+            fit_data.warn_of_choice(sampling, optimizer, planned, budget, callbacks)
+        if found is None and before and budget is not None and optimizer.plan is not None:
+            found = planned_noise.what_is_left(optimizer, budget, self.ledger)
+        if verbose and found:
+            print(found, flush=True)
+        if planned and not before:
+            guard.check_beginning(at_once)
+        guard.history.let_move(self.weights)
         try:
-            self._plan_steps(max(epochs, 0), steps_of_epoch)
-            self._warn_past_calibration(self._to_run)
-            if not self._affordable(self.steps_per_execution):
-                call["epochs"] = call["initial_epoch"]  # no epoch at all, not an empty one
-            object.__setattr__(self, "_fitting", True)
-            with replicas.worker_lost(self.distribute_strategy):
-                history = super().fit(*bound.args, **bound.kwargs)
-            # All epochs to the last one ran, each to its last step or to the end of the data; or
-            # the budget ended them. Whatever else did may have looked at results.
-            whole = call["epochs"] <= call["initial_epoch"] or history.epoch[-1:] == [
-                call["epochs"] - 1
-            ]
-            each = self._iterations() - before >= len(history.epoch) * steps_of_epoch
-            each = each or self._ends >= len(history.epoch)
-            finished = self._out_of_budget or (whole and each)
-            if not self._affordable(self.steps_per_execution):
-                length = (history.params or {}).get("steps")  # none of a CallbackList of one's own
-                planned = None if length is None else length * epochs
-                self._warn_of_budget(self._iterations() - before, planned)
+            with guard.fitting(self, planned, taken.pass_length) as progress:
+                if not guard.affords(at_once):
+                    call.epochs = initial_epoch  # no epoch at all, not an empty one
+                with workers.worker_lost(self.distribute_strategy):
+                    history = super().fit(**vars(call))
+                ran = steps_taken(optimizer) - before
+                # All epochs to the last one, each to its last step or to the end of the data; or
+                # the budget ended them. Whatever else did may have looked at results.
+                to_the_last = call.epochs <= initial_epoch or history.epoch[-1:] == [
+                    call.epochs - 1
+                ]
+                number = len(history.epoch)
+                whole = ran >= number * steps_of_epoch or progress.passes >= number
+                progress.is_finished = progress.out_of_budget or (to_the_last and whole)
+                if not guard.affords(at_once):
+                    length = (history.params or {}).get("steps")  # not of one's own CallbackList
+                    guard.warn_of_end(ran, None if length is None else length * (last - first))
             return history
         finally:
-            object.__setattr__(self, "_fitting", False)
-            self._end_plan(finished)
             if self.ledger.steps:
                 checksums.register(self.weights)
-            current = self.ledger.current
-            if current and current.breaks_off:  # `train_on_batch` may begin another pass
-                self.ledger.close()
             self._report_non_finite()
-            self._sync_ledger()
 
-    def _steps_of_epoch(self, call, arrays):
-        """How many steps an epoch of `fit` has at most, infinite where that is not known."""
-        if arrays:
-            return -(-self.sampling.num_examples // call["batch_size"])
-        length = data.number_of_batches(call["x"])
-        length = math.inf if length is None else length
-        if call["steps_per_epoch"] is None:
-            return length
-        at_once = self.steps_per_execution  # whole executions, until the data end
-        return min(-(-call["steps_per_epoch"] // at_once) * at_once, length)
+    def _settle_noise(self, callbacks, sampling, planned, budget, in_all):
+        """Finds the noise that was left to be found for a `fit`; returns what to say of it."""
+        ledger = self.ledger
+        if self.optimizer.noise_multiplier is None:
+            planned_noise.warn_of_search(fit_arguments.each(callbacks))
+            ledger = self._guard.ledger_of_all(self)
+        return planned_noise.settle(self.optimizer, sampling, planned, budget, ledger, [in_all])
+
+    def _report_non_finite(self):
+        if self.non_finite_examples:
+            warnings.warn(
+                f"{self.non_finite_examples} examples had a NaN or infinite loss or gradient and "
+                "contributed zero. This count is private: do not publish it.",
+                stacklevel=3,
+            )
+            self._step.non_finite.assign(0)
 
     def train_on_batch(
         self,
@@ -325,78 +443,122 @@ class DPModel(Guard, PrivateStep, keras.Model):
             PrivacyBudgetError: the step would exceed the budget.
             ValueError: `model.sampling` is not set.
         """
-        self._assert_compile_called("train_on_batch")
-        if replicas.is_used(self.distribute_strategy):
+        _keras.check_is_compiled(self, "train_on_batch")
+        if workers.is_used(self.distribute_strategy):
             raise ValueError(
                 "train_on_batch would give the same batch to every replica. Use fit, with "
                 "dp_keras_opt.data.assume_sampling for batches of your own."
             )
-        object.__setattr__(self, "_block", None)
-        self._let_weights_move()
+        self._step.block = None
+        self._guard.history.let_move(self.weights)
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
-    def _trained_on(self, number):
+    def make_train_function(self, force: bool = False) -> None:
+        """Puts the privacy guard around Keras's train function."""
+        if self.train_function is not None and not force:
+            return
+        if workers.is_used(self.distribute_strategy):
+            steps = replicated.train_function(self, self._local_sums)
+        else:
+            super().make_train_function(force=True)
+            steps = self.train_function
+        steps = state_changes.unchanged(steps, self._step.engines.hidden_state)
+        self.train_function = self._guard.around(self, steps, self._check_before_tracing)
+
+    def _check_before_tracing(self, iterator):
+        specs = replicated.element_spec(iterator)
+        step.check_before_tracing(self, self._step, specs, fitting=self._guard.is_fitting)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """One logical batch: clip each example, sum, add noise, update (docs: concepts).
+
+        Raises:
+            RuntimeError: it was not called by `fit` or `train_on_batch`, which keep the ledger.
+        """
+        batch, engines = step.admitted(self, self._step, self._guard, data)
+        return step.train_step(self, lambda queries: self._sums(batch, queries, engines))
+
+    def _sums(self, batch, queries, engines):
+        sums = step.sums_in_chunks(self, self._step, batch, queries, engines)
+        return sums, self.get_metrics_result()
+
+    def _local_sums(self, data):
+        """(clipped sums of the rows of one replica, its logs)."""
+        batch, engines = step.admitted(self, self._step, self._guard, data)
+        return self._sums(batch, self.optimizer.queries(), engines)
+
+    def engines(self, batch: clipping.Batch) -> Any:
+        """Which engine serves which layer in batches of this form, checked before."""
+        return step.engines_for(self, self._step, batch)
+
+    def known_engines(self) -> Any:
+        """The engines of the last steps, None before the first."""
+        return self._step.engines.last  # a method: Keras saves the layers that attributes hold
+
+    def batch_specs(self, number: int) -> list[tf.TensorSpec]:
         """Specs of the first tensors in the batches of training so far, [] without any.
 
         Sizes in which the batches differed are open, as is the number of rows.
         """
-        forms = [form[:number] for _, form in self._plans]
-        return [functools.reduce(_common_spec, specs) for specs in zip(*forms, strict=True)]
-
-    def _let_weights_move(self):
-        """Before private steps: notes what others did until now, and expects no values any more."""
-        if self._moving_since != checksums.last_registration():
-            checksums.are_changed(self.weights)
-            checksums.forget(self.weights)
-            object.__setattr__(self, "_moving_since", checksums.last_registration())
-
-    def _checked_batches(self, batches):
-        """`Batches` as they are, once it is clear which rows come to which replica.
-
-        Raises:
-            ValueError: it is not.
-        """
-        strategy = self.distribute_strategy
-        replicas.check_compiled(self, self.optimizer)  # again: `fit` may be in another scope
-        workers = replicas.place(strategy)[1]
-        if not isinstance(batches, Batches) or (
-            replicas.is_used(strategy) and not isinstance(batches.dataset, tf.data.Dataset)
-        ):
-            raise ValueError(
-                f"Several replicas need Batches of a tf.data.Dataset, received {batches!r}. Use "
-                "dp_keras_opt.data.poisson_batches."
-            )
-        if batches.workers != workers:
-            raise ValueError(
-                f"The model is trained by {workers} workers, and the batches were made for "
-                f"{batches.workers}. Make them within `with strategy.scope():`, too."
-            )
-        return batches
-
-    def _check(self, batch, form):
-        try:
-            super()._check(batch, form)
-        except ValueError as error:
-            quantized = {
-                layer.path: layer.quantization_mode
-                for layer in self._flatten_layers()
-                if getattr(layer, "quantization_mode", None) and layer.trainable_variables
-            }
-            if not quantized:
-                raise
-            raise ValueError(
-                f"Layers are quantized, {quantized}: their weights are rounded and not trained, "
-                "and what of them is still trainable cannot be trained privately. Train first, and "
-                "quantize the trained model; or freeze these layers (layer.trainable = False). "
-                f"What failed: {error}"
-            ) from error
+        return self._step.engines.specs(number)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
-        if iterator is None or not replicas.is_used(strategy):
+        if iterator is None or not workers.is_used(strategy):
             return super()._maybe_symbolic_build(iterator, data_batch)
         with strategy.scope():
-            self._symbolic_build(data_batch=replicas.element_spec(iterator._distributed_dataset))
+            specs = replicated.element_spec(_keras.distributed_data(iterator))
+            _keras.build_from_specs(self, specs)
+
+    # Losses, metrics, evaluation.
+
+    def per_example_losses(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        """The loss of each example, (B,), without regularisers."""
+        compiled = _keras.compiled_loss(self)
+        if compiled is None:
+            raise ValueError("No loss to compute. Pass `loss` to compile().")
+        return losses.per_example_losses(compiled, y, y_pred, sample_weight)[0]
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Keras's loss over a batch, for evaluation; training takes it per example."""
+        if isinstance(sample_weight, RowInfo):
+            sample_weight = sample_weight.sample_weight
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> dict[str, Any]:
+        """Updates the compiled metrics; rows of padding count in none of them."""
+        mask = None
+        if isinstance(sample_weight, RowInfo):
+            sample_weight, mask = sample_weight.sample_weight, by_row(sample_weight.mask)
+        compiled = _keras.compiled_metrics(self)
+        if compiled is not None:
+            losses.update_metrics(compiled, y, y_pred, sample_weight, mask)
+        return self.get_metrics_result()
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Keras's evaluation, with rows of padding counted in nothing."""
+        batch = as_batch(data)
+        if batch.mask is None and not workers.is_used(self.distribute_strategy):
+            return super().test_step(data)
+        y_pred = self(batch.x, training=False)
+        example_losses = self.per_example_losses(batch.y, y_pred, batch.sample_weight)
+        losses.update_figures(self, batch, example_losses, y_pred)
+        return self.get_metrics_result()
+
+    def make_test_function(self, force: bool = False) -> None:
+        if not workers.is_used(self.distribute_strategy):
+            return super().make_test_function(force)
+        if self.test_function is None or force:
+            self.test_function = replicated.test_function(self)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As `keras.Model.evaluate`; not of `Batches`, which are a random choice.
@@ -419,25 +581,52 @@ class DPModel(Guard, PrivateStep, keras.Model):
             return super().predict(*args, **kwargs)
 
     def _swapping(self, callbacks):
-        """Around what may swap other weights in and back, with a rounding, as `SwapEMAWeights`."""
-        if callbacks is None or self._fitting:
+        """Accepts the rounding that `SwapEMAWeights` leaves when it swaps weights in and back."""
+        if callbacks is None or self._guard.is_fitting:
             return contextlib.nullcontext()
         return checksums.taken_back(self.weights)
 
-    def make_test_function(self, force: bool = False) -> None:
-        if not replicas.is_used(self.distribute_strategy):
-            return super().make_test_function(force)
-        if self.test_function is None or force:
-            self.test_function = replicas.test_function(self)
+    # Runs of correlated noise that outlive the process.
 
-    def _report_non_finite(self):
-        if self._non_finite is not None and self.non_finite_examples:
-            warnings.warn(
-                f"{self.non_finite_examples} examples had a NaN or infinite loss or gradient and "
-                "contributed zero. This count is private: do not publish it.",
-                stacklevel=3,
-            )
-            self._non_finite.assign(0)
+    def save_run(self, filepath: Path) -> None:
+        """Hands the current run of correlated noise over to a file, which is secret.
+
+        The model itself begins a new run if it is trained on; save it too (`save`), before or
+        after. Call this between epochs.
+
+        Guarantee: the run goes on in one place only, since `resume_run` deletes the file. Against
+        copies of the file nothing can be done here; do not make any.
+
+        Args:
+            filepath: a new file, whose name ends in ".secret.npz". It holds past noise: whoever has
+                it and what was released has the raw gradients.
+
+        Raises:
+            ValueError: there is no run of correlated noise, or it broke off in the midst of an
+                epoch (of a round of groups), after which its batches cannot go on as accounted; or
+                several workers train the model.
+            OSError: the file exists, or cannot be written.
+        """
+        _keras.check_is_compiled(self, "save_run")
+        saved_run.save(self, self._guard, filepath)
+
+    def resume_run(self, filepath: Path) -> int | None:
+        """Goes on with a run of correlated noise that `save_run` saved, and deletes its file.
+
+        The next `fit` continues the run: one mechanism, accounted as one. It must have the same
+        optimizer and data, in the same order:
+        `fixed_order_epochs(..., order_seed=model.resume_run(filepath))`.
+
+        Returns:
+            The seed of the order of the examples, for `fixed_order_epochs` or `cyclic_poisson`;
+            None for batches of your own.
+
+        Raises:
+            ValueError: the model is not the one, or not of the time, at which the run was saved.
+            OSError: the file is not there, or cannot be deleted.
+        """
+        _keras.check_is_compiled(self, "resume_run")
+        return saved_run.resume(self, self._guard, filepath)
 
     # Saving and loading: what was spent goes with the weights.
 
@@ -474,26 +663,28 @@ class DPModel(Guard, PrivateStep, keras.Model):
 
         `serving.export` writes a SavedModel with it, and of inference alone.
         """
-        _warn_of_export(self)
+        warn_of_export(self)
         super().export(filepath, *args, **kwargs)
+
+    def _saved_ledger(self) -> str:
+        """The ledger as text, with checksums of the weights, as it is saved beside them."""
+        with_lora = (x for x in _keras.layers_of(self) if getattr(x, "lora_enabled", False))
+        merged = [variable for layer in with_lora for variable in layer.weights]  # when saved
+        return weight_history.saved(self.ledger, self.weights, merged)
 
     def save_own_variables(self, store: Any) -> None:
         super().save_own_variables(store)
-        self._store_ledger(store)
-
-    def _store_ledger(self, store):
         if self.ledger.steps:
-            store["privacy_ledger"] = np.frombuffer(self._saved_ledger().encode(), np.uint8)
+            weight_history.put(store, self._saved_ledger())
 
     def load_own_variables(self, store: Any) -> None:
         super().load_own_variables(self._without_ledger(store))
 
-    def _without_ledger(self, store):
+    def _without_ledger(self, store: Any) -> dict[str, Any]:
         """The arrays of a store, once the ledger among them has been taken."""
-        own = {key: np.array(store[key]) for key in list(store.keys())}
-        spent = own.pop("privacy_ledger", None)
+        own, spent = weight_history.taken(store)
         if spent is not None:
-            self._learn(spent.astype(np.uint8).tobytes().decode())
+            self._guard.learn(self, spent)
         return own
 
     def load_weights(self, filepath: Path, skip_mismatch: bool = False, **kwargs: Any) -> None:
@@ -506,11 +697,11 @@ class DPModel(Guard, PrivateStep, keras.Model):
             ValueError: the ledger beside the weights cannot be read or merged; or the state of the
                 optimizer does not fit the one that is built.
         """
-        object.__setattr__(self, "_learned", False)
+        self._guard.history.learned = False
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
         if skip_mismatch:
-            self._gather()  # raises where the ledger was skipped
-            if self._learned:  # not all of what was saved may have been loaded
+            self._guard.ledger(self)  # raises where it was skipped
+            if self._guard.history.learned:  # not all of what was saved may have been loaded
                 checksums.forget(self.weights)
                 checksums.register(self.weights)
 
@@ -523,107 +714,12 @@ class DPFunctional(DPModel, Functional):
         super().__init__(*args, **kwargs)
 
 
-@keras.saving.register_keras_serializable(package="dp_keras_opt")
-class PrivateWrapper(DPModel):
-    """What `make_private` makes of a subclassed or unbuilt model: it calls the model.
-
-    Args:
-        model: the model that is trained.
-        **kwargs: those of `keras.Model`.
-    """
-
-    def __init__(self, model, **kwargs):
-        super().__init__(**kwargs)
-        self.model = model
-        _tie(model, self)
-
-    def call(self, inputs, training=None):
-        return self.model(inputs, training=training)
-
-    def get_config(self):
-        return super().get_config() | {"model": keras.saving.serialize_keras_object(self.model)}
-
-    @classmethod
-    def from_config(cls, config):
-        return cls(**config | {"model": keras.saving.deserialize_keras_object(config["model"])})
+def _product(epochs, steps):
+    """epochs · steps, 0 for no epochs of infinitely many steps."""
+    return epochs * steps if epochs else 0
 
 
-def _common_spec(one, two):
-    one = tf.TensorSpec([None, *one.shape[1:]], one.dtype)
-    return one.most_specific_compatible_type(two) if one.dtype == two.dtype else two
-
-
-def make_private(model: keras.Model) -> DPModel:
-    """The private counterpart of a Keras model, sharing its layers and weights.
-
-    Args:
-        model: a functional, Sequential or subclassed `keras.Model`.
-
-    Returns:
-        A `DPModel`, to be compiled with an optimizer of `dp_keras_opt.optimizers`; the same one
-        whenever it is called with the same model, since both train the same weights.
-
-    Raises:
-        TypeError: the model overrides `train_step` or `compute_loss`, whose code would see raw
-            gradients or mix examples.
-    """
-    if isinstance(model, DPModel):
-        return model
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"make_private needs a keras.Model, received {model!r}.")
-    for method in ("train_step", "compute_loss"):
-        if getattr(type(model), method) is not getattr(keras.Model, method):
-            raise TypeError(
-                f"{type(model).__name__} overrides `{method}`, which cannot be made private. "
-                "Express the objective as a per-example loss in compile(loss=...)."
-            )
-    # One private counterpart a model: they share the weights, so they must share the ledger.
-    if "_private_counterpart" not in vars(model):
-        _tie(model, _counterpart(model))
-    return vars(model)["_private_counterpart"]()
-
-
-def _tie(model, private):
-    """Has a model know its private counterpart, and saved as it once that was trained.
-
-    Saved as it is, it would lose the ledger. Weights alone are saved with the ledger beside them,
-    which only a private model loads.
-    """
-    kind = type(model)
-
-    def save(filepath, *args, **kwargs):
-        if private.ledger.steps:
-            private.save(filepath, *args, **kwargs)
-        else:
-            kind.save(model, filepath, *args, **kwargs)
-
-    def export(filepath, *args, **kwargs):
-        _warn_of_export(private)
-        kind.export(model, filepath, *args, **kwargs)
-
-    def reduce():  # of `copy` and `pickle`
-        return private.__reduce__() if private.ledger.steps else kind.__reduce__(model)
-
-    def save_own_variables(store):
-        kind.save_own_variables(model, store)
-        if getattr(store, "_h5_entry_path", None) == "":  # not as a part of another model
-            private._store_ledger(store)
-
-    def load_own_variables(store):
-        kind.load_own_variables(model, private._without_ledger(store))
-
-    for name, value in {
-        "_private_counterpart": lambda: private,  # a function: Keras saves what attributes hold
-        "save": save,
-        "export": export,
-        "__reduce__": reduce,
-        "save_own_variables": save_own_variables,
-        "load_own_variables": load_own_variables,
-    }.items():
-        object.__setattr__(model, name, value)
-
-
-def _warn_of_export(private):
+def warn_of_export(private):
     if private.ledger.steps:
         warnings.warn(
             "The model was trained privately, but what `export` writes has no privacy statement, "
@@ -632,11 +728,3 @@ def _warn_of_export(private):
             "along with private_model.statement(delta).",
             stacklevel=3,
         )
-
-
-def _counterpart(model):
-    if isinstance(model, keras.Sequential) and model.built:
-        return DPModel(model.inputs[0], model.outputs[0], name=model.name)
-    if isinstance(model, Functional) and type(model).call is Functional.call:
-        return DPModel(model.input, model.output, name=model.name)
-    return PrivateWrapper(model, name=model.name)

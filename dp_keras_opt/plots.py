@@ -1,4 +1,11 @@
-"""Pictures, with matplotlib (the extra `plots`)."""
+"""Pictures, with matplotlib (the extra `plots`).
+
+References, whose figures some of these draw again: [1] Zhang, Bu, Hong and Razaviyayn, "DOPPLER:
+differentially private optimizers with low-pass filter for privacy noise reduction", NeurIPS 2024,
+arXiv:2408.13460; [2] Kuru, Birbil, Gürbüzbalaban and Yıldırım, "Differentially private accelerated
+optimization algorithms", SIAM Journal on Optimization 32(2), 2022, doi:10.1137/20M1355847,
+arXiv:2008.01989.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -59,7 +66,7 @@ def norm_histogram(norms: npt.ArrayLike, clip_norm: float | None = None, axes: A
 
 
 def frequency_response(low_passes: Mapping[str, filters.LowPass], axes: Any = None) -> Any:
-    """The gain of filters for oscillations, in decibels (figure 6 of the DOPPLER paper, right).
+    """The gain of filters for oscillations, in decibels (figure 6 of [1], right).
 
     Args:
         low_passes: dict from labels to `filters.LowPass`.
@@ -82,7 +89,7 @@ def frequency_response(low_passes: Mapping[str, filters.LowPass], axes: Any = No
 def impulse_response(
     low_passes: Mapping[str, filters.LowPass], steps: int = 40, axes: Any = None
 ) -> Any:
-    """The weights that filters give to the gradients of past steps (figure 6, left).
+    """The weights that filters give to the gradients of past steps (figure 6 of [1], left).
 
     Args:
         low_passes: dict from labels to `filters.LowPass`.
@@ -102,7 +109,9 @@ def impulse_response(
 
 
 def autocorrelation(recorded: Mapping[str, npt.ArrayLike], lags: int = 50, axes: Any = None) -> Any:
-    """How gradients resemble those of earlier steps, relative to themselves (figure 1, left).
+    """How gradients resemble those of earlier steps, relative to themselves.
+
+    As figure 1 of [1], left.
 
     Args:
         recorded: dict from labels to gradients (steps, weights). Of raw gradients the picture is as
@@ -127,7 +136,7 @@ def autocorrelation(recorded: Mapping[str, npt.ArrayLike], lags: int = 50, axes:
 def spectrum(
     recorded: Mapping[str, npt.ArrayLike], low_pass: filters.LowPass | None = None, axes: Any = None
 ) -> Any:
-    """How the power of recorded gradients spreads over frequencies (figures 1 and 2).
+    """How the power of recorded gradients spreads over frequencies (figures 1 and 2 of [1]).
 
     Args:
         recorded: dict from labels to gradients (steps, weights). Of raw gradients the picture is as
@@ -162,7 +171,7 @@ def heavy_ball_rate(
 ) -> Any:
     """How fast the heavy ball converges on a quadratic, against its momentum; a dot at the best.
 
-    By default figure 1 of the paper on private accelerated methods, bottom row.
+    By default figure 1 of [2], bottom row.
 
     Args:
         strong_convexity: μ > 0.
@@ -200,8 +209,8 @@ def heavy_ball_bound(
 
     More steps share one privacy budget, so the noise is ∝ the planned number of steps: the bound
     falls and then rises. The last curve is that of the momentum (1 − √(αμ))/(1 + √(αμ)). One panel
-    of figure 1 of the paper on private accelerated methods, which has the learning rates 0.1, 0.5
-    and 1 and noise of 1e-4 and 1e-2 per step.
+    of figure 1 of [2], which has the learning rates 0.1, 0.5 and 1 and noise of 1e-4 and 1e-2 per
+    step.
 
     Args:
         eigenvalues: of the quadratic.
@@ -241,8 +250,8 @@ def multistage_noise(
 ) -> Any:
     """The best scale of the Laplace noise of each step of the multistage Nesterov method.
 
-    It falls within a stage and jumps up at the next. By default figure 2 of the paper on private
-    accelerated methods: 2, 3, 4 and 5 stages.
+    It falls within a stage and jumps up at the next. By default figure 2 of [2]: 2, 3, 4 and 5
+    stages.
 
     Args:
         strong_convexity: μ > 0.

@@ -7,6 +7,8 @@ built around it. Each ledger that records steps on a variable is kept with it, a
 import copy
 import weakref
 
+from dp_keras_opt._keras import layers_of, own_states
+
 _ledgers: dict[int, list] = {}  # id of a variable, which has no hash -> ledgers
 _last_record = 0
 
@@ -43,9 +45,6 @@ def copied(variables, copies):
 def moved_by(model):
     """The variables that a training step of the model may move: trained ones, and states."""
     states = (
-        variable
-        for layer in model._flatten_layers()
-        if layer.trainable
-        for variable in layer._non_trainable_variables
+        variable for layer in layers_of(model) if layer.trainable for variable in own_states(layer)
     )
     return [*model.trainable_variables, *states]

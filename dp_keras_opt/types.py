@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import keras
 
 #: How ε is computed; see `accounting.epsilon`.
-Accountant: TypeAlias = Literal["rdp", "pld", "pure"]
+Accountant: TypeAlias = Literal["auto", "rdp", "pld", "pure"]
 
 #: Which data sets are neighbours; see `accounting.Sampling`.
 Adjacency: TypeAlias = Literal["add_or_remove_one", "zero_out", "replace_one"]
@@ -24,3 +24,19 @@ LearningRate: TypeAlias = (
 )
 
 Path: TypeAlias = os.PathLike[str] | str
+
+
+class Batching(Protocol):
+    """What noise asks of an `accounting.Sampling`: when an example takes part again."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def is_poisson(self) -> bool: ...
+
+    @property
+    def groups(self) -> int: ...
+
+    @property
+    def separation(self) -> int | None: ...

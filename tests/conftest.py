@@ -1,5 +1,6 @@
-"""Shared pieces of the tests: one-at-a-time gradients, the oracle of every clipping test."""
+"""What holds for every test: the environment, seeds, and kernels that a processor lacks."""
 
+import gc
 import os
 import re
 
@@ -8,16 +9,63 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # Which TensorFlow leaves out on some processors; without it, the CPU has neither convolutions with
 # the channels first nor gradients of grouped ones.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # tensors are small, and other workers have the other cores
+    os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+    os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
 
+import hypothesis
 import keras
-import numpy as np
 import pytest
-import tensorflow as tf
+
+from tests.helpers import slow
+from tests.helpers.representatives import others
+
+pytest.register_assert_rewrite("tests.helpers")
 
 _NO_KERNEL = re.compile(
     r"only supports? (the )?NHWC|only supports NDHWC|do not yet support dilation rates"
     r"|Gradients for grouped convolutions are not supported"
 )
+
+
+hypothesis.settings.register_profile("thorough", print_blob=True)  # see helpers/draws.py
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run all cases of each test, and draw more: hours, for every night",
+    )
+    parser.addoption(
+        "--store-slow",
+        action="store_true",
+        help="write down which tests were slow: for a run of all of them, on a quiet machine",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("thorough"):
+        hypothesis.settings.load_profile("thorough")
+    if config.getoption("store_slow") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(slow.Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` asks for the markers
+def pytest_collection_modifyitems(config, items):
+    """Heeds the marker `representatives(n)`, and sets `slow` where a test was seen to be so."""
+    if not config.getoption("thorough"):
+        left_out = set(others(items, "representatives"))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if item.nodeid in slow.known():
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # of what TensorFlow and the tests have made by now, nothing is ever garbage
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,60 +85,3 @@ def pytest_runtest_call(item):
 @pytest.fixture(autouse=True)
 def seeded():
     keras.utils.set_random_seed(0)
-
-
-def one_at_a_time(model, loss, x, y, sample_weight=None):
-    """Gradients of each example alone, by `tape.gradient` on a batch of one, in float64 sums.
-
-    Args:
-        model: any Keras model without randomness.
-        loss: function (y, y_pred) of batches of one that gives a scalar.
-
-    Returns:
-        For each example a list with one float64 array per trainable variable.
-    """
-    gradients = []
-    rows = len(tf.nest.flatten(x)[0])
-    for i in range(rows):
-        x_i, y_i = tf.nest.map_structure(lambda t, i=i: tf.convert_to_tensor(t[i : i + 1]), (x, y))
-        with tf.GradientTape() as tape:
-            value = loss(y_i, model(x_i, training=True))
-            if sample_weight is not None:
-                value *= sample_weight[i]
-        grads = tape.gradient(value, [v.value for v in model.trainable_variables])
-        gradients.append(
-            [
-                np.zeros(v.shape) if g is None else np.array(tf.convert_to_tensor(g), np.float64)
-                for g, v in zip(grads, model.trainable_variables, strict=True)
-            ]
-        )
-    return gradients
-
-
-def clip_and_sum(gradients, clip_norm, scale=None, normalize=False, gamma=0.01, square=False):
-    """Σ_i clip(s ⊙ g_i; C), or of its squares, in float64 NumPy, from the specification."""
-    total = [np.zeros_like(g) for g in gradients[0]]
-    for example in gradients:
-        if scale is not None:
-            example = [g * s for g, s in zip(example, scale, strict=True)]
-        norm = np.sqrt(sum((g**2).sum() for g in example))
-        clipped = min(1.0, clip_norm / max(norm, 1e-300))
-        factor = clip_norm / (norm + gamma) if normalize else clipped
-        power = 2 if square else 1
-        total = [t + (factor * g) ** power for t, g in zip(total, example, strict=True)]
-    return total
-
-
-def numpy_elements(dataset):
-    """`dataset.as_numpy_iterator()`, which in TensorFlow 2.18 fails where an element holds None."""
-    for element in dataset:
-        yield tf.nest.map_structure(lambda t: None if t is None else t.numpy(), element)
-
-
-def assert_close(actual, expected, rtol=1e-4):
-    """Agreement relative to the largest entry of all; the entries of the smallest may be noise."""
-    largest = max(np.abs(np.asarray(e)).max(initial=0.0) for e in expected)
-    for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(
-            np.asarray(a, np.float64), e, rtol=rtol, atol=rtol * largest / 10
-        )

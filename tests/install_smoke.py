@@ -17,6 +17,7 @@ import tensorflow as tf
 import dp_keras_opt as dp
 
 NAME = "dp-keras-opt"
+PACKAGES = ("dp_keras_opt", "dp_keras_opt_cli")
 
 
 def main():
@@ -29,7 +30,7 @@ def main():
 
 
 def check_distribution():
-    """The wheel holds the package, marked as typed, and nothing else."""
+    """The wheel holds the library, marked as typed, its command line, and nothing else."""
     distribution = importlib.metadata.distribution(NAME)
     site_packages = pathlib.Path(sysconfig.get_path("purelib"))
     assert pathlib.Path(dp.__file__).is_relative_to(site_packages), dp.__file__
@@ -39,11 +40,11 @@ def check_distribution():
     others = {
         str(file)
         for file in files
-        if file.parts[0] != "dp_keras_opt"
+        if file.parts[0] not in PACKAGES
         and not file.parts[0].endswith(".dist-info")
         and file.name not in scripts()
     }
-    assert not others, f"the wheel holds more than the package: {sorted(others)}"
+    assert not others, f"the wheel holds more than the packages: {sorted(others)}"
 
 
 def scripts():

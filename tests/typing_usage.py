@@ -31,6 +31,7 @@ def planned(x: np.ndarray, y: np.ndarray) -> dp.optimizers.DPAdam:
         gradient_filter=dp.filters.LowPass.preset("f1"),
     )
     multiplier: float = dp.accounting.calibrate(optimizer, sampling, 100, epsilon=2, delta=1e-6)
+    multiplier = dp.accounting.calibrate(optimizer, train, epochs=1, epsilon=2, delta=1e-6)
     spent: float = dp.accounting.epsilon(optimizer, sampling, 100, 1e-6, accountant="pld")
     statement: str = dp.accounting.statement(optimizer, sampling, 100, 1e-6)
     print(multiplier, spent, statement, sampling.separation, sampling.describe().upper())
@@ -80,12 +81,18 @@ def wrong(optimizer: dp.optimizers.DPSGD, train: dp.data.Batches) -> None:
     dp.accounting.epsilon(optimizer, 100, 9, 1e-6)  # type: ignore[arg-type]
     dp.accounting.epsilon(optimizer, sampling, steps=9)  # type: ignore[call-arg]
     dp.accounting.Sampling.poisson(100, 10, "add_one")  # type: ignore[arg-type]
+    dp.accounting.calibrate(optimizer, [1], epochs=1, epsilon=2.0)  # type: ignore[arg-type]
+    dp.accounting.epsilon(object(), sampling, 100, 1e-6)  # type: ignore[arg-type]
     dp.optimizers.DPSGD(clip_norm="1", batch_size=8)  # type: ignore[arg-type]
-    dp.optimizers.DPSGD(clip_norm=1.0)  # type: ignore[call-arg]
+    dp.optimizers.DPSGD(batch_size=8)  # type: ignore[call-arg]
+    dp.optimizers.DPYogi(0.1, batch_size=8)  # type: ignore[call-arg]
+    dp.optimizers.AdaDPS(0.1, clip_norm="1")  # type: ignore[arg-type]
+    dp.optimizers.DPAdam(0.1, clip_norm=1.0, noise=3)  # type: ignore[arg-type]
     dp.optimizers.DPAdam(0.1, clip_norm=1.0, batch_size=8.5)  # type: ignore[arg-type]
     dp.data.poisson_batches(None, batch_sizes=8)  # type: ignore[call-arg]
     dp.callbacks.PrivacyBudget(2.0, delta=None)  # type: ignore[arg-type]
     dp.filters.LowPass.preset(1)  # type: ignore[arg-type]
     optimizer.noise_multiplier + 1  # type: ignore[operator]
+    optimizer.batch_size + 1  # type: ignore[operator]
     multiplier: str = optimizer.clip_norm  # type: ignore[assignment]
     print(multiplier, dp.optimisers)  # type: ignore[attr-defined]

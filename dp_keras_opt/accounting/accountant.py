@@ -1,31 +1,46 @@
-"""Epsilon of what was released, by dp_accounting's accountants."""
+"""Epsilon of what was released, by the accountants that apply.
+
+References: "rdp": Mironov, "Rényi differential privacy", CSF 2017, arXiv:1702.07476, with the
+conversion to (ε, δ) of Canonne, Kamath and Steinke, "The discrete Gaussian for differential
+privacy", NeurIPS 2020, arXiv:2004.00010, proposition 12, by dp_accounting. "pld": see
+`loss_distributions.py`; "pure": see `pure.py`; for balls in bins: see `random_allocation.py`.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import warnings
+from typing import NamedTuple
 
 import dp_accounting
+from scipy import optimize
 
 from dp_keras_opt.accounting.events import MAX_DISTINCT
+from dp_keras_opt.accounting.loss_distributions import LossDistributionAccountant
 from dp_keras_opt.accounting.pure import PureAccountant
-from dp_keras_opt.accounting.replace_one import ReplaceOneAccountant
+from dp_keras_opt.accounting.random_allocation import UnamplifiedRdpAccountant
 from dp_keras_opt.checks import is_number
 
-_ACCOUNTANTS = {
-    "rdp": dp_accounting.rdp.RdpAccountant,
-    "pld": dp_accounting.pld.PLDAccountant,
-    "pure": PureAccountant,
-}
+_ACCOUNTANTS = ("auto", "rdp", "pld", "pure")
+
+#: How many distinct levels of noise RDP is given for a first look, and then a second.
+_ROUGHLY = (8, 32)
+#: A run that was calibrated for a budget keeps it, on whatever machine: relative.
+_TOLERANCE = 1e-6
+
+
+class _Unpriced(ValueError):
+    """An accountant cannot price some steps."""
 
 
 def make_accountant(name, sampling):
     """A fresh accountant for events of `sampling`.
 
     Args:
-        name: "rdp" (Rényi divergences), "pld" (privacy loss distributions: tighter, slower), or
-            "pure" (sums of pure epsilons, for Laplace noise).
+        name: "rdp" (Rényi divergences), "pld" (privacy loss distributions), or "pure" (sums of
+            pure epsilons, for Laplace noise).
         sampling: the `Sampling` of the events.
 
     Returns:
@@ -40,17 +55,29 @@ def make_accountant(name, sampling):
         ValueError: the name is unknown, or the accountant cannot price this sampling.
     """
     _check_name(name)
-    if name == "pld" and sampling.kind == "without_replacement":
-        raise ValueError(
-            "accountant='pld' cannot price sampling without replacement: dp_accounting has no "
-            "privacy loss distribution for it. Use accountant='rdp', or Poisson sampling."
+    if name in sampling.unpriced_by:
+        raise _Unpriced(
+            f"accountant={name!r} cannot price {sampling.kind!r} sampling: "
+            f"{sampling.unpriced_by[name]}"
         )
-    replaced = name == "pld" and sampling.adjacency == "replace_one"
-    kind = ReplaceOneAccountant if replaced else _ACCOUNTANTS[name]
-    return kind(neighboring_relation=_relation(sampling))
+    relation = sampling.neighboring_relation
+    if name == "pld":
+        return LossDistributionAccountant(relation, sampling.adjacency == "replace_one")
+    return {"rdp": UnamplifiedRdpAccountant, "pure": PureAccountant}[name](
+        neighboring_relation=relation
+    )
 
 
-def epsilon_of(segments, delta, accountant="rdp", exact=False):
+class _ProvedRdpAccountant(UnamplifiedRdpAccountant):
+    """RDP for "replace_one", without what is not proved: amplification by Poisson sampling."""
+
+    def _maybe_compose(self, event, count, do_compose):
+        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+            event = event.event
+        return super()._maybe_compose(event, count, do_compose)
+
+
+def epsilon_of(segments, delta, accountant="auto", exact=False):
     """Epsilon of the composition of `segments` at `delta`.
 
     Args:
@@ -58,7 +85,8 @@ def epsilon_of(segments, delta, accountant="rdp", exact=False):
             share one adjacency and one privacy unit.
         delta: probability that the guarantee fails, in (0, 1); should be well below 1/n. 0 where
             all noise is Laplace noise.
-        accountant: "rdp", which prices Laplace noise by adding pure epsilons; "pld"; or "pure".
+        accountant: "auto", the smallest of the bounds that apply; "rdp", which prices Laplace
+            noise by adding pure epsilons; "pld"; or "pure".
         exact: whether each of more than 400 distinct noise levels is priced by itself, which can
             take minutes, instead of being rounded down.
 
@@ -74,20 +102,32 @@ def epsilon_of(segments, delta, accountant="rdp", exact=False):
     return compose(segments, delta, accountant, None if exact else MAX_DISTINCT)
 
 
-def epsilon_bracket(segments, delta, accountant="rdp"):
+def price_of(segments, delta, accountant="auto"):
+    """What `epsilon_of` gives, as a `Price`."""
+    segments = [segment for segment in segments if segment.steps]
+    check_delta(delta, segments, accountant)
+    return price(segments, delta, accountant)
+
+
+def epsilon_bracket(segments, delta, accountant="auto"):
     """Two bounds on what `epsilon_of(..., exact=True)` would give, in the time of two that round.
 
     Returns:
         (lower, upper): upper is what `epsilon_of` gives; they are equal where nothing was rounded.
     """
     upper = epsilon_of(segments, delta, accountant)
+    return lower_bound(segments, delta, accountant, upper), upper
+
+
+def lower_bound(segments, delta, accountant, upper):
+    """The lower bound of `epsilon_bracket`, where the upper one is known."""
     segments = [segment for segment in segments if segment.steps]
     if not any(segment.is_rounded for segment in segments):
-        return upper, upper
-    return compose(segments, delta, accountant, optimistic=True), upper
+        return upper
+    return compose(segments, delta, accountant, optimistic=True)
 
 
-def check_delta(delta, segments, accountant="rdp"):
+def check_delta(delta, segments, accountant="auto"):
     """Refuses a delta that is not a number in (0, 1), warns where it is not below 1/n."""
     if is_number(delta) and delta == 0 and accountant != "pld":
         if all(segment.is_pure for segment in segments):
@@ -111,34 +151,109 @@ def check_delta(delta, segments, accountant="rdp"):
         )
 
 
-def name_for(accountant, segment):
-    """The accountant that prices a segment: "rdp" leaves Laplace noise to "pure"."""
-    return "pure" if accountant == "rdp" and segment.is_pure else accountant
+class Price(NamedTuple):
+    """Epsilon, and who computed it.
+
+    Attributes:
+        epsilon: an upper bound.
+        accountants: the names of the accountants that gave it, "rdp", "pld" or "pure".
+        asked: of which accountants it is the smallest.
+    """
+
+    epsilon: float
+    accountants: tuple[str, ...]
+    asked: tuple[str, ...]
 
 
-def compose(segments, delta, accountant="rdp", max_distinct=MAX_DISTINCT, optimistic=False):
+def compose(segments, delta, accountant="auto", max_distinct=MAX_DISTINCT, optimistic=False):
     """`epsilon_of` for arguments that have been checked; see `events.segment_event`."""
+    return price(segments, delta, accountant, max_distinct, optimistic).epsilon
+
+
+def price(segments, delta, accountant="auto", max_distinct=MAX_DISTINCT, optimistic=False):
+    """The `Price` of the composition of segments; arguments as of `compose`.
+
+    "auto" is the smallest of the bounds that hold for all of the segments together. It is never
+    the sum of what is smallest for each: where segments need different accountants, delta is
+    divided between these beforehand.
+    """
     _check_name(accountant)
     _check_composable(segments)
-    accountants = {}
     with quiet():
-        for segment in segments:
-            name = name_for(accountant, segment)
-            key = name, _relation(segment.sampling)
-            if key not in accountants:
-                accountants[key] = make_accountant(name, segment.sampling)
-            try:
-                accountants[key].compose(segment.event(max_distinct, optimistic))
-            except dp_accounting.UnsupportedEventError as error:
-                what = "a private selection of" if segment.selection else "this noise with"
-                raise ValueError(
-                    f"accountant={name!r} cannot price {what} {segment.sampling.kind!r} sampling: "
-                    f"{error}"
-                ) from error
+        if accountant != "auto":
+            return _priced_by(accountant, segments, delta, max_distinct, optimistic)
+        return _smallest(segments, delta, max_distinct, optimistic)
+
+
+def _smallest(segments, delta, max_distinct, optimistic):
+    """The smallest of the bounds that are proved."""
+    levels = max_distinct, optimistic
+    by_rdp = functools.partial(_priced_by, "rdp", is_proved=True)
+    with_losses = [segment for segment in segments if _has_losses(segment)]
+    others = [segment for segment in segments if not _has_losses(segment)]
+    if not with_losses:
+        return by_rdp(segments, delta, *levels)
+    # Each of the accountants that must be told apart has its share of delta, as in `_priced_by`.
+    shares = 1 + len({_key("rdp", segment) for segment in others if not segment.is_pure})
+    found = _priced_by("pld", with_losses, delta / shares, *levels)
+    if others:
+        rest = by_rdp(others, delta * (shares - 1) / shares, *levels)
+        names = dict.fromkeys(found.accountants + rest.accountants)
+        found = Price(found.epsilon + rest.epsilon, tuple(names), ())
+    try:
+        # RDP is slow for many levels of noise. Fewer that are no less tell that it is not needed.
+        looks = (by_rdp(segments, delta, most, True) for most in _ROUGHLY)
+        if all(look.epsilon < found.epsilon for look in looks):
+            found = min(found, by_rdp(segments, delta, *levels), key=lambda each: each.epsilon)
+    except _Unpriced:
+        return found
+    return found._replace(asked=("pld", *_names("rdp", segments)))
+
+
+def _has_losses(segment):
+    """Whether PLD can price a segment."""
+    if "pld" in segment.sampling.unpriced_by:
+        return False
+    return make_accountant("pld", segment.sampling).supports(segment.event(2))
+
+
+def _key(accountant, segment):
+    """What must be the same for segments to be composed by one of dp_accounting's accountants.
+
+    "rdp" leaves Laplace noise to "pure".
+    """
+    name = "pure" if accountant == "rdp" and segment.is_pure else accountant
+    return name, segment.sampling.neighboring_relation
+
+
+def _priced_by(accountant, segments, delta, max_distinct, optimistic, is_proved=False):
+    """The `Price` by one accountant."""
+    accountants = {}
+    for segment in segments:
+        key = name, relation = _key(accountant, segment)
+        if key not in accountants:
+            accountants[key] = make_accountant(name, segment.sampling)
+            if is_proved and name == "rdp" and segment.sampling.adjacency == "replace_one":
+                accountants[key] = _ProvedRdpAccountant(neighboring_relation=relation)
+        try:
+            accountants[key].compose(segment.event(max_distinct, optimistic))
+        except dp_accounting.UnsupportedEventError as error:
+            what = "a private selection of" if segment.selection else "this noise with"
+            raise _Unpriced(
+                f"accountant={name!r} cannot price {what} {segment.sampling.kind!r} sampling: "
+                f"{error}"
+            ) from error
     # Subsets of fixed size need an accountant of their own in dp_accounting: beside another
     # sampling, the two guarantees are added, each at its share of delta. Pure ones need none.
     share = delta / max(sum(name != "pure" for name, _ in accountants), 1)
-    return float(sum(each.get_epsilon(share) for each in accountants.values()))
+    epsilon = float(sum(each.get_epsilon(share) for each in accountants.values()))
+    names = _names(accountant, segments)
+    return Price(epsilon, names, names)
+
+
+def _names(accountant, segments):
+    """The names of those that price the segments if "rdp" leaves Laplace noise to "pure"."""
+    return tuple(dict.fromkeys(_key(accountant, each)[0] for each in segments)) or (accountant,)
 
 
 def check_budget(epsilon, delta, accountant, segments=()):
@@ -149,7 +264,7 @@ def check_budget(epsilon, delta, accountant, segments=()):
     _check_name(accountant)
 
 
-def affordable_steps(past, current, limit, epsilon, delta, accountant="rdp"):
+def affordable_steps(past, current, limit, epsilon, delta, accountant="auto"):
     """How many further steps of the segment `current`, at most `limit`, keep within epsilon.
 
     See `Ledger.affordable_steps`; `past` are the segments before it.
@@ -157,23 +272,40 @@ def affordable_steps(past, current, limit, epsilon, delta, accountant="rdp"):
     check_budget(epsilon, delta, accountant, (*past, current))
     past = [segment for segment in past if segment.steps]
 
-    def fits(more):
-        longer = dataclasses.replace(current, steps=current.steps + more)
-        return compose([*past, longer], delta, accountant) <= epsilon
-
     if math.isinf(epsilon):
         return limit
-    if not limit or not fits(1):
-        return 0
-    fit, too_many = 1, None  # doubles until it no longer fits, then bisects
-    while too_many is None or too_many - fit > 1:
-        if too_many is None and fit == limit:
-            return limit
-        middle = min(2 * fit, limit) if too_many is None else (fit + too_many) // 2
-        if fits(middle):
-            fit = middle
+
+    fit, too_many = 0, None
+
+    @functools.cache
+    def spent(more):
+        nonlocal fit, too_many
+        longer = dataclasses.replace(current, steps=current.steps + more)
+        found = compose([*past, longer], delta, accountant)
+        if found <= epsilon * (1 + _TOLERANCE):
+            fit = max(fit, more)
         else:
-            too_many = middle
+            too_many = more if too_many is None else min(too_many, more)
+        return found
+
+    def excess(log_more):
+        found = spent(round(math.exp(log_more)))
+        return math.log(min(max(found, epsilon / 16), epsilon * 16) / epsilon)
+
+    if not limit:
+        return 0
+    spent(1)
+    more = min(current.sampling.steps_per_epoch, limit)
+    while too_many is None and fit < limit:  # by leaps, then by interpolation, then by halves
+        more = min(more, limit)
+        spent(more)
+        more *= 4
+    if fit and epsilon and too_many is not None and too_many - fit > 1:
+        low, high = math.log(fit), math.log(too_many)
+        if excess(low) < 0 < excess(high):
+            optimize.brentq(excess, low, high, xtol=0.25 / too_many)
+    while too_many is not None and too_many - fit > 1:
+        spent((fit + too_many) // 2)
     return fit
 
 
@@ -199,13 +331,6 @@ def quiet():
         yield
     finally:
         logger.removeFilter(keep)
-
-
-def _relation(sampling):
-    relations = dp_accounting.NeighboringRelation
-    if sampling.kind == "without_replacement":
-        return relations.REPLACE_ONE
-    return relations.ADD_OR_REMOVE_ONE
 
 
 def composable(segments):

@@ -5,161 +5,212 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
-import dp_accounting
 from scipy import optimize
 
-from dp_keras_opt.accounting.accountant import (
-    check_delta,
-    compose,
-    make_accountant,
-    name_for,
-    quiet,
-)
+from dp_keras_opt.accounting.accountant import check_delta, compose, make_accountant, quiet
+from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.ledger import Ledger
-from dp_keras_opt.accounting.sampling import check_sampling
+from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.accounting.protocols import Optimizer, SampledBatches
+from dp_keras_opt.accounting.repetitions import RandomRepetitions
+from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.checks import is_number, whole_number
+from dp_keras_opt.deprecation import renamed_arguments, renamed_names
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.types import Accountant
 
-if TYPE_CHECKING:
-    from dp_keras_opt.accounting.repetitions import RandomRepetitions
-    from dp_keras_opt.accounting.sampling import Sampling
-    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
-
 _LEAST, _MOST = 2.0**-10, 2.0**20  # noise multipliers outside are not searched
 _TOLERANCE = 3e-5  # relative
+_ROUNDING = 1e-3  # of a budget, what a calibration may leave of it: not worth another training
 _ROUGHLY = 16  # distinct schedule factors in the first, quick search
 
 
-class Calibration(NamedTuple):
-    """What the noise of an optimizer was calibrated for; see `calibrate`."""
-
-    steps: int
-    epsilon: float
-    delta: float
-    accountant: Accountant
-
-
+@renamed_arguments(runs="num_trainings")
 def calibrate(
-    optimizer: PrivateOptimizer,
-    sampling: Sampling,
-    steps: int,
-    epsilon: float,
-    delta: float,
-    accountant: Accountant = "rdp",
+    optimizer: Optimizer,
+    sampling: Sampling | SampledBatches,
+    steps: int | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: Accountant = "auto",
     *,
+    epochs: int | None = None,
     spent: Ledger | None = None,
-    runs: int = 1,
+    num_trainings: int = 1,
     selection: RandomRepetitions | None = None,
 ) -> float:
     """Finds the smallest noise multiplier that meets the budget, and sets it.
 
+        calibrate(optimizer, batches, epochs=5, epsilon=2.0, delta=1e-6)
+
     Args:
         optimizer: an optimizer of `dp_keras_opt.optimizers` that is not built yet. Sets its
-            `noise_multiplier`, and `calibrated_for` to the sampling; a model that is trained past
-            `steps` without a budget warns.
-        sampling: the `Sampling` of the batches.
-        steps: number of training steps, at least 1.
+            `noise_multiplier`, what it leaves open (batch size, steps of its noise), and `plan` to
+            the `Plan`; a model that is trained past its steps without a budget warns.
+        sampling: the `Sampling` of the batches, or the `data.Batches` that training will take.
+        steps: number of training steps, at least 1; or
+        epochs: number of passes over the data, of `steps_per_epoch` steps each: those of the
+            batches, or of the sampling.
         epsilon: the budget at `delta`, positive and finite.
         delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
-        accountant: "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure".
         spent: None, or a `Ledger` of what was spent before: the budget is for all of it together.
-        runs: how many such trainings on the same data the budget is for, all of them published.
+        num_trainings: how many such trainings on the same data the budget is for, all of them
+            published.
         selection: None, or the `RandomRepetitions` of such trainings of which the best is
             published.
 
     Returns:
         The noise multiplier, a float. Guaranteed: `epsilon(optimizer, ...)` with these arguments
         is at most the budget; within 1e-4, relative, no smaller multiplier meets it. With `spent`,
-        `runs` or `selection`, the same of the epsilon of all steps together.
+        `num_trainings` or `selection`, the same of the epsilon of all steps together.
 
     Raises:
-        ValueError: an argument is out of range; the optimizer and the sampling disagree on the
-            batch size; the noise covers fewer steps; the budget cannot be met, or is spent already.
+        ValueError: an argument is out of range or missing; the optimizer and the sampling disagree
+            on the batch size; the noise covers fewer steps; the budget cannot be met, or is spent
+            already.
     """
-    steps = whole_number(steps, "steps", 1, "Give the number of training steps.")
-    runs = whole_number(runs, "runs", 1, "Give the number of trainings.")
+    batches, sampling = sampling, _sampling_of(sampling)
+    steps = _number_of_steps(steps, epochs, batches)
+    num_trainings = whole_number(num_trainings, "num_trainings", 1, "Give how many there are.")
     _check_budget(epsilon)
+    optimizer.settle(sampling, steps)
     check_sampling(optimizer, sampling)
-    make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
+    if accountant != "auto":
+        make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
     private = [release for release in optimizer.releases_for(1.0) if not release.is_public]
     if any(release.multiplier == 0 for release in private):
         raise ValueError(
             f"epsilon={epsilon} cannot be met: the optimizer releases a statistic without noise, "
             "whatever its noise_multiplier. Choose another second_moment."
         )
-    schedule = schedules.get(optimizer.noise_schedule)
-
-    def segment(multiplier):
-        releases = optimizer.releases_for(multiplier)
-        return Segment("planned", releases, schedule, sampling, steps=steps, selection=selection)
-
-    dataclasses.replace(segment(1.0), steps=0).check_end(steps)
     past = [each for each in spent.segments if each.steps] if spent else []
-
-    def total(multiplier, past=past):
-        return compose([*past, *[segment(multiplier)] * runs], delta, accountant)
-
-    check_delta(delta, [segment(1.0)], accountant)
-    name = name_for(accountant, segment(1.0))
-
-    def search(name, max_distinct, start, factor):
-        def event(log_multiplier):
-            once = segment(math.exp(log_multiplier)).event(max_distinct)
-            return dp_accounting.SelfComposedDpEvent(once, runs)
-
-        def fresh():
-            return make_accountant(name, sampling)
-
-        @functools.cache
-        def meets(multiplier):
-            composed = fresh().compose(event(math.log(multiplier)))
-            return composed.get_epsilon(delta) <= epsilon
-
-        low, high = _bracket(meets, epsilon, start, factor)
-        found = dp_accounting.calibrate_dp_mechanism(
-            fresh,
-            event,
-            epsilon,
-            delta,
-            dp_accounting.ExplicitBracketInterval(math.log(low), math.log(high)),
-            tol=_TOLERANCE,
-        )
-        return math.exp(found)
-
-    def refine(rough):
-        """From a rough answer, in few evaluations: many distinct factors are slow to price."""
-
-        def excess(log_multiplier):
-            return math.log(total(math.exp(log_multiplier), past=()) / epsilon)
-
-        start = math.log(rough)
-        start_excess = excess(start)
-        second = start + (start_excess or _TOLERANCE)  # as if epsilon were proportional to 1/σ
-        found = optimize.root_scalar(excess, x0=start, x1=second, xtol=_TOLERANCE / 2)
-        return math.exp(found.root)
-
-    # PLD is slow to price too: search near the answer of another accountant.
+    trainings = _Trainings(optimizer, sampling, steps, num_trainings, selection)
+    dataclasses.replace(trainings.segment(1.0), steps=0).check_end(steps)
+    check_delta(delta, [trainings.segment(1.0)], accountant)
+    assert epsilon is not None and delta is not None  # they were checked; for the type checker
     with quiet():
-        rough = name_for("rdp", segment(1.0))
-        multiplier = search(rough, _ROUGHLY, 1.0, 2.0)
-        if not isinstance(schedule, schedules.Constant):
-            multiplier = refine(multiplier)
-        elif name != rough:
-            # Sums of pure epsilons can be far from the other accountants' answer.
-            multiplier = search(name, MAX_DISTINCT, multiplier, 2.0 if rough == "pure" else 1.1)
+        multiplier = _least(trainings, past, epsilon, delta, accountant)
+    warn_of_cap(trainings.segment(multiplier), delta, stacklevel=4)  # it is decorated
+    optimizer.noise_multiplier = multiplier
+    optimizer.plan = Plan(
+        sampling, steps, float(epsilon), float(delta), accountant, num_trainings, multiplier
+    )
+    return multiplier
+
+
+def _sampling_of(batches) -> Sampling:
+    sampling = getattr(batches, "sampling", batches)
+    need_sampling(sampling)
+    return sampling
+
+
+def _number_of_steps(steps, epochs, batches):
+    """The number of steps, where one of the two is given; a pass is that of batches or sampling."""
+    if (steps is None) == (epochs is None):
+        raise ValueError("Give steps or epochs, and not both.")
+    if epochs is None:
+        return whole_number(steps, "steps", 1, "Give the number of training steps.")
+    epochs = whole_number(epochs, "epochs", 1, "Give the number of passes over the data.")
+    if batches.steps_per_epoch is None:
+        raise ValueError(
+            f"epochs={epochs} is no number of steps: these batches have no known length. Give "
+            "steps."
+        )
+    return epochs * batches.steps_per_epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trainings:
+    """What is to be priced, whose only unknown is the noise multiplier."""
+
+    optimizer: Any
+    sampling: Sampling
+    steps: int
+    count: int
+    selection: RandomRepetitions | None
+
+    @property
+    def schedule(self):
+        return schedules.get(self.optimizer.noise_schedule)
+
+    def segment(self, multiplier):
+        """One of the trainings."""
+        return Segment(
+            "planned",
+            self.optimizer.releases_for(multiplier),
+            self.schedule,
+            self.sampling,
+            steps=self.steps,
+            selection=self.selection,
+        )
+
+    def epsilon(self, multiplier, delta, accountant, past=(), max_distinct=MAX_DISTINCT):
+        """Of all of them and of the segments before."""
+        segments = [*past, *[self.segment(multiplier)] * self.count]
+        return compose(segments, delta, accountant, max_distinct)
+
+
+def _least(trainings, past, epsilon, delta, accountant):
+    """The least noise multiplier with which `past` and the trainings meet the budget."""
+
+    def alone(trainings, name, max_distinct):
+        return lambda multiplier: trainings.epsilon(multiplier, delta, name, (), max_distinct)
+
+    before = compose(past, delta, accountant) if past else 0.0
+    if past and before >= epsilon * (1 - _ROUNDING):
+        raise ValueError(
+            f"epsilon={epsilon} is spent already: earlier steps have had {before:.4g}. Raise the "
+            "budget, or stop here."
+        )
+    # Many distinct factors are slow to price, and so is a cap: search near the answer of what is
+    # quick.
+    rough = "pure" if accountant == "pure" else "rdp"
+    uncut = dataclasses.replace(trainings, sampling=trainings.sampling.uncut)
+    multiplier = _search(alone(uncut, rough, 2), epsilon, 1.0, 1e-2)
+    multiplier = _search(alone(uncut, accountant, _ROUGHLY), epsilon, multiplier, _TOLERANCE)
+    if not isinstance(trainings.schedule, schedules.Constant) or uncut != trainings:
+        multiplier = _refined(alone(trainings, accountant, MAX_DISTINCT), epsilon, multiplier)
+
+    def total(multiplier):
+        return trainings.epsilon(multiplier, delta, accountant, past)
+
     if past:
-        multiplier = _beside(compose(past, delta, accountant), total, multiplier, epsilon)
+        multiplier = _beside(before, total, multiplier, epsilon)
     while total(multiplier) > epsilon:
         multiplier *= 1 + _TOLERANCE
-    optimizer.noise_multiplier = multiplier
-    optimizer.calibrated_for = sampling
-    optimizer.calibration = Calibration(steps, epsilon, delta, accountant)
     return multiplier
+
+
+def _search(spent, epsilon, start, tolerance):
+    """The multiplier that meets the budget, by a function that gives what each spends."""
+
+    @functools.cache
+    def excess(log_multiplier):
+        found = spent(math.exp(log_multiplier))
+        return math.log(min(max(found, epsilon / 64), epsilon * 64) / epsilon)
+
+    low, high = _bracket(excess, epsilon, math.log(start))
+    if low == high:
+        return math.exp(high)
+    return math.exp(optimize.brentq(excess, low, high, xtol=tolerance / 2))
+
+
+def _refined(spent, epsilon, rough):
+    """From a rough answer, in few evaluations."""
+
+    def excess(log_multiplier):
+        return math.log(spent(math.exp(log_multiplier)) / epsilon)
+
+    start = math.log(rough)
+    start_excess = excess(start)
+    second = start + (start_excess or _TOLERANCE)  # as if epsilon were proportional to 1/σ
+    found = optimize.root_scalar(excess, x0=start, x1=second, xtol=_TOLERANCE / 2)
+    return math.exp(found.root)
 
 
 def _beside(before, total, alone, epsilon):
@@ -171,11 +222,6 @@ def _beside(before, total, alone, epsilon):
         alone: the multiplier that meets the budget without them, where the search begins.
         epsilon: the budget.
     """
-    if before >= epsilon:
-        raise ValueError(
-            f"epsilon={epsilon} is spent already: earlier steps have had {before:.4g}. Raise the "
-            "budget, or stop here."
-        )
 
     @functools.cache
     def excess(log_multiplier):
@@ -195,11 +241,11 @@ def _beside(before, total, alone, epsilon):
 
 
 def affordable_batch_size(
-    optimizer: PrivateOptimizer,
+    optimizer: Optimizer,
     sampling: Sampling,
     epsilon: float,
     delta: float,
-    accountant: Accountant = "rdp",
+    accountant: Accountant = "auto",
     *,
     steps: int | None = None,
     epochs: int | None = None,
@@ -215,7 +261,7 @@ def affordable_batch_size(
         sampling: the `Sampling`, whose `batch_size` does not matter; not of full batches.
         epsilon: the budget at `delta`, positive and finite.
         delta: as in `epsilon`.
-        accountant: "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure".
         steps: number of training steps, whatever the batch size; or
         epochs: number of passes over the data, of `sampling.steps_per_epoch` steps each.
 
@@ -226,13 +272,8 @@ def affordable_batch_size(
     Raises:
         ValueError: an argument is out of range; not even batches of one meet the budget.
     """
-    if (steps is None) == (epochs is None):
-        raise ValueError("Give steps or epochs, and not both.")
-    if epochs is None:
-        length = whole_number(steps, "steps", 1, "Give the number of training steps.")
-    else:
-        length = whole_number(epochs, "epochs", 1, "Give the number of passes over the data.")
-    if sampling.kind == "full":
+    _number_of_steps(steps, epochs, sampling)
+    if sampling.takes_all:
         raise ValueError("Full batches have no size to choose. Use another kind of sampling.")
     _check_budget(epsilon)
 
@@ -240,7 +281,7 @@ def affordable_batch_size(
     def meets(size):
         sampled = dataclasses.replace(sampling, batch_size=size)
         resized = type(optimizer).from_config({**optimizer.get_config(), "batch_size": size})
-        count = length if epochs is None else length * sampled.steps_per_epoch
+        count = _number_of_steps(steps, epochs, sampled)
         return Ledger.of(resized, sampled, count).epsilon(delta, accountant) <= epsilon
 
     most = sampling.num_examples // sampling.groups
@@ -274,25 +315,35 @@ def _check_budget(epsilon):
         )
 
 
-def _bracket(meets, epsilon, start, factor):
-    """Two noise multipliers, of which only the larger meets the budget."""
+def _bracket(excess, epsilon, start):
+    """Two logarithms of noise multipliers, of which only the larger meets the budget.
+
+    As if epsilon were proportional to 1/σ, and not in leaps: far off, dp_accounting 0.4.3 fails.
+    """
     low = high = start
-    meets(start)  # errors of the arguments surface here
+    excess(start)  # errors of the arguments surface here
+
+    def step(log_multiplier):
+        return max(abs(excess(log_multiplier)), 1e-3) * 1.05
+
     try:
-        while not meets(high):
-            low, high = high, high * factor
-            if high > _MOST:
-                raise ValueError(f"even noise_multiplier={low:.3g} is not enough")
-    except ValueError as error:  # dp_accounting 0.4.3 breaks down at extreme noise
+        while excess(high) > 0:
+            low, high = high, high + step(high)
+            if high > math.log(_MOST):
+                raise ValueError(f"even noise_multiplier={math.exp(low):.3g} is not enough")
+    except ValueError as error:
         raise ValueError(
             f"epsilon={epsilon} cannot be met: {error}. Raise epsilon or delta, take fewer "
             "steps, or a smaller batch_size."
         ) from error
-    while meets(low):
-        low, high = low / factor, low
-        if low < _LEAST:
+    while excess(low) < 0:
+        low, high = low - step(low), low
+        if low < math.log(_LEAST):
             raise ValueError(
-                f"epsilon={epsilon} is met with hardly any noise (noise_multiplier={high:.3g}): "
-                "such a guarantee means nothing. Choose a smaller epsilon."
+                f"epsilon={epsilon} is met with hardly any noise (noise_multiplier="
+                f"{math.exp(high):.3g}): such a guarantee means nothing. Choose a smaller epsilon."
             )
     return low, high
+
+
+__getattr__ = renamed_names(__name__, {"Calibration": Plan})

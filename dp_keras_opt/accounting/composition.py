@@ -1,4 +1,10 @@
-"""Composition theorems of the ADP-SGD paper, to compare with; the accountants are far tighter."""
+"""The ADP-SGD paper's own accounting, to compare with: the library's accountants are far tighter.
+
+`examples/papers/adp.py` sets it beside them.
+
+Reference: Wu, Wang, Cristali, Gu and Willett, "Adaptive differentially private empirical risk
+minimization", 2021, arXiv:2110.07435.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +21,7 @@ def advanced_composition(
 
     ε = √(2·ln(1/δ')·Σε_i²) + Σ ε_i(e^{ε_i} − 1)/(e^{ε_i} + 1),  δ = 1 − Π(1 − δ_i) + δ'.
 
-    For comparison with papers that account this way: nothing in this library uses it.
+    For comparison with papers that account this way.
 
     Args:
         epsilons: ε_i in (0, 1).
@@ -29,7 +35,7 @@ def advanced_composition(
         ValueError: a number is out of its range.
 
     Reference: Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
-    Theorem 3.5, as restated in the paper on adaptive noise for differentially private SGD.
+    ICML 2015, arXiv:1311.0776, theorem 3.5, as restated in the ADP-SGD paper, lemma 2.2.
     """
     epsilons = np.asarray(epsilons, np.float64)
     deltas = np.broadcast_to(np.asarray(deltas, np.float64), epsilons.shape)

@@ -8,27 +8,26 @@ import math
 import pathlib
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dp_keras_opt import deprecation
 from dp_keras_opt.accounting import accountant as accountants
+from dp_keras_opt.accounting import versions
+from dp_keras_opt.accounting.early_stops import scenarios
 from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
-from dp_keras_opt.accounting.plans import scenarios
+from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.accounting.privacy_statement import statement
+from dp_keras_opt.accounting.protocols import Optimizer
+from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
 from dp_keras_opt.accounting.segment import Segment
-from dp_keras_opt.accounting.statement import statement
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
+from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.types import Accountant, Path
 
-if TYPE_CHECKING:
-    from dp_keras_opt.accounting.repetitions import RandomRepetitions
-    from dp_keras_opt.noise.mechanism import Release
-    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
-
-_FORMAT = 1
 _MOST_STEPS = 2**40
-_CHANGING = ("run", "steps", "planned")  # of a segment, what each record of a file says
 
 
 class Ledger:
@@ -50,15 +49,15 @@ class Ledger:
     back, if the steps released what `begin` was told, on batches sampled as it was told. Not
     covered: whatever else was computed from the data (`statement` lists it).
 
-    With shuffled sampling a segment starts with a fresh pass over the data: begin another one
-    wherever the pipeline starts over before the end of an epoch.
+    With shuffled sampling and balls in bins a segment starts with a fresh pass over the data: begin
+    another one wherever the pipeline starts over before the end of an epoch.
 
     Args:
-        path: None, or the file, which is made if there is none. It is locked until `release`, or
+        path: None, or the file, which is made if there is none. It is locked until `unlock`, or
             until the process ends.
 
     Raises:
-        ValueError: the file is not a ledger, or was altered.
+        ValueError: the file is not a ledger, was altered, or is of a later version of the library.
         RuntimeError: the file is in use.
         OSError: the file cannot be written.
     """
@@ -68,12 +67,10 @@ class Ledger:
         self._current: Any = None
         self._pending = 0  # steps reserved and not yet settled
         self._journal = None if path is None else Journal(path)
-        self._released: pathlib.Path | None = None  # the file that was given up
-        self._on_file = {}  # run -> (its steps, what is planned), as the file says
+        self._unlocked: pathlib.Path | None = None  # the file that was given up
         self._earlier = {}  # run -> what was planned of it before the last plan
         if self._journal:
-            self._closed = _segments(self._journal.runs)
-            self._on_file = {s.run: (s.steps, s.planned) for s in self._closed}
+            self._closed = list(self._journal.segments)
 
     @classmethod
     def of_segments(cls, segments: Sequence[Segment]) -> Ledger:
@@ -87,10 +84,11 @@ class Ledger:
         """What a ledger file says, also while another process writes to it; a copy in memory.
 
         Raises:
-            ValueError: the file is not a ledger, or was altered.
+            ValueError: the file is not a ledger, was altered, or is of a later version of the
+                library.
             OSError: the file cannot be read.
         """
-        return cls.of_segments(_segments(read(path)[0]))
+        return cls.of_segments(read(path))
 
     @property
     def path(self) -> pathlib.Path | None:
@@ -98,7 +96,7 @@ class Ledger:
         return None if self._journal is None else self._journal.path
 
     @classmethod
-    def of(cls, optimizer: PrivateOptimizer, sampling: Sampling, steps: int) -> Ledger:
+    def of(cls, optimizer: Optimizer, sampling: Sampling, steps: int) -> Ledger:
         """The planned ledger of `steps` steps of `optimizer` on batches of `sampling`.
 
         Args:
@@ -143,6 +141,7 @@ class Ledger:
         first_step: int = 0,
         run: str | None = None,
         selection: RandomRepetitions | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """Starts a new segment, to which the next steps belong.
 
@@ -154,14 +153,15 @@ class Ledger:
             first_step: place of the next step in the schedule.
             run: name of the segment, if several processes record the same one; default: fresh.
             selection: None, or the `RandomRepetitions` of which this run was the best.
+            plan: None, or the `Plan` that its noise was found for.
 
         Raises:
             ValueError: an argument is of the wrong type.
             RuntimeError: the ledger has given up its file.
         """
-        if self._released is not None:
+        if self._unlocked is not None:
             raise RuntimeError(
-                f"The ledger has given up its file {self._released}, which would not know of "
+                f"The ledger has given up its file {self._unlocked}, which would not know of "
                 "further steps. Assign Ledger(path) to the model again."
             )
         need_sampling(sampling)
@@ -173,14 +173,16 @@ class Ledger:
             clip_norm=clip_norm,
             first_step=first_step,
             selection=selection,
-            after=tuple(sorted(s.state for s in self.segments if s.plan > s.steps > 0)),
+            plan=plan,
+            after=tuple(sorted(s.state for s in self.segments if s.planned_steps > s.steps > 0)),
         )
         step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
+        sampling.check_releases(segment.releases)
         self.close()
         self._current = segment
 
     def segment(self, run: str, steps: int) -> Segment:
-        """The segment of a run after exactly so many steps.
+        """The segment of a run after exactly this number of steps.
 
         Raises:
             ValueError: there is none.
@@ -200,12 +202,13 @@ class Ledger:
         The new name keeps apart what two processes do that both go on with the same run.
 
         Raises:
-            ValueError: there is none of exactly so many steps.
+            ValueError: there is none of exactly this number of steps.
         """
         self.close()
         found = self.segment(run, steps)
         resumed = dataclasses.replace(found, run=secrets.token_hex(16))
-        self._record(resumed, continues=run)
+        if self._journal:
+            self._journal.record(resumed, continues=run)
         self._closed.remove(found)
         self._current = resumed
 
@@ -254,7 +257,8 @@ class Ledger:
         steps = whole_number(steps, "steps", 0, "Reserve the number of steps about to run.")
         self._need_current(run)
         self._current.check_end(steps)
-        self._write_ahead(steps, self._current.end[0])
+        if self._journal:
+            self._journal.reserve(self._current, steps)
         self._need_current(run)  # after a wait for the disk
         self._add(steps)
         self._pending += steps
@@ -292,11 +296,11 @@ class Ledger:
         if self._current.breaks_off and not self._pending:
             self.close()
 
-    def epsilon(self, delta: float, accountant: Accountant = "rdp", exact: bool = False) -> float:
+    def epsilon(self, delta: float, accountant: Accountant = "auto", exact: bool = False) -> float:
         """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
         return accountants.epsilon_of(self.segments, delta, accountant, exact)
 
-    def epsilon_as_planned(self, delta: float, accountant: Accountant = "rdp") -> float:
+    def epsilon_as_planned(self, delta: float, accountant: Accountant = "auto") -> float:
         """Epsilon of what was planned, at least that of the steps that ran.
 
         It is the guarantee where a stop may have looked at results, as early stopping does. Where
@@ -305,20 +309,22 @@ class Ledger:
         segments = [segment for segment in self.segments if segment.steps]
         return max(accountants.epsilon_of(each, delta, accountant) for each in scenarios(segments))
 
-    def epsilon_bracket(self, delta: float, accountant: Accountant = "rdp") -> tuple[float, float]:
+    def epsilon_bracket(self, delta: float, accountant: Accountant = "auto") -> tuple[float, float]:
         """(lower, upper): `epsilon` is the upper one; with `exact=True` it would lie between.
 
         They differ where a noise schedule has more than 400 distinct factors, which are rounded.
         """
         return accountants.epsilon_bracket(self.segments, delta, accountant)
 
-    def affordable_steps(self, epsilon: float, delta: float, accountant: Accountant = "rdp") -> int:
+    def affordable_steps(
+        self, epsilon: float, delta: float, accountant: Accountant = "auto"
+    ) -> int:
         """How many further steps of the current segment keep within the budget.
 
         Args:
             epsilon: the budget, a number >= 0 or infinite.
             delta: as in `epsilon`.
-            accountant: "rdp", "pld" or "pure".
+            accountant: "auto", "rdp", "pld" or "pure".
 
         Returns:
             The largest n such that the epsilon of all steps and n more is at most the budget;
@@ -333,8 +339,8 @@ class Ledger:
             self._closed, self._current, limit, epsilon, delta, accountant
         )
 
-    def statement(self, delta: float, accountant: Accountant = "rdp", group_size: int = 1) -> str:
-        """The guarantee in words; see `statement.statement`."""
+    def statement(self, delta: float, accountant: Accountant = "auto", group_size: int = 1) -> str:
+        """The guarantee in words; see `accounting.statement`."""
         return statement(self, delta, accountant, group_size)
 
     def merge(self, other: Ledger) -> None:
@@ -372,7 +378,8 @@ class Ledger:
         kept = {segment.run: segment for segment in self._closed}
         self._closed = list((kept | new).values())
         for segment in new.values():
-            self._record(segment)
+            if self._journal:
+                self._journal.record(segment)
 
     def __getstate__(self):
         # A copy (copy, pickle) that trains on is another run than the original, and has no file.
@@ -381,21 +388,23 @@ class Ledger:
     def to_json(self) -> str:
         """The ledger as text."""
         segments = [segment.to_config() for segment in self.segments if segment.steps]
-        return json.dumps({"format": _FORMAT, "segments": segments}, indent=1)
+        return json.dumps({**versions.STAMP, "segments": segments}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         """The ledger that `to_json` wrote, with all its segments closed.
 
         Raises:
-            ValueError: the text is not that of a ledger.
+            ValueError: the text is not that of a ledger, or is of a later version of the library.
         """
+        not_one = "text is not a ledger of this version of dp_keras_opt: it"
         try:
             content = json.loads(text)
-            if content["format"] != _FORMAT:
-                raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+            versions.check(content | {"format": content["format"]}, not_one)  # it must have one
             segments = [Segment.from_config(config) for config in content["segments"]]
             return cls.of_segments(segments)
+        except versions.NewerLedgerError:
+            raise
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"text is not a ledger of this version of dp_keras_opt: {error}. "
@@ -424,8 +433,8 @@ class Ledger:
             self._current = changed
         else:
             self._closed[self._closed.index(segment)] = changed
-        if segment.run in self._on_file:
-            self._record(changed)
+        if self._journal and self._journal.knows(segment.run):
+            self._journal.record(changed)
 
     def close(self) -> None:
         """Ends the current segment: the next steps need a `begin`."""
@@ -439,53 +448,25 @@ class Ledger:
         self.close()
         self._closed.pop()
 
-    # The file.
-
     def sync(self) -> None:
         """Writes into the file how many steps of the current segment ran, without those ahead."""
-        if self._current and self._current.run in self._on_file:
-            self._record(self._current)
+        if self._journal and self._current and self._journal.knows(self._current.run):
+            self._journal.record(self._current)
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Ends the current segment and gives up the file, for another process to write to."""
         self.close()
         if self._journal:
             self._journal.close()
-            self._released, self._journal = self.path, None
+            self._unlocked, self._journal = self.path, None
 
-    def _write_ahead(self, steps, left):
-        """Has the file know of the next steps, and of some more, so that not each is a write."""
-        run, needed = self._current.run, self._current.steps + steps
-        if self._journal and self._on_file.get(run, (-1, None))[0] < needed:
-            ahead = min(needed // 100, left - steps)
-            self._record(dataclasses.replace(self._current, steps=needed + ahead), "reserved")
-
-    def _record(self, segment, how="ran", **more):
-        state = segment.steps, segment.planned
-        if not self._journal or self._on_file.get(segment.run) == state:
-            return
-        config = segment.to_config()
-        if segment.run not in self._on_file:
-            more["begins"] = {k: v for k, v in config.items() if k not in _CHANGING}
-        if segment.planned is not None:
-            more["planned"] = config["planned"]
-        self._journal.append(segment.run, **more, **{how: segment.steps})
-        self._on_file[segment.run] = state
-
-
-def _segments(runs):
-    """The closed segments that `journal.read` found."""
-    segments = [
-        Segment.from_config({**begins, "run": run, "steps": steps, "planned": planned})
-        for run, (begins, steps, planned) in runs.items()
-    ]
-    return [segment for segment in segments if segment.steps]
+    release = deprecation.renamed_attribute("release", "unlock")
 
 
 def _progress(segment):
     """Of two records of a run the later one has more steps, or knows that the plan is done."""
     done = segment.planned is not None and segment.planned <= segment.steps
-    return segment.steps, done, segment.plan
+    return segment.steps, done, segment.planned_steps
 
 
 def _check_same(segment, other):

@@ -1,4 +1,4 @@
-"""Pure differential privacy: the epsilons of Laplace releases, added up (spec: accelerated.md)."""
+"""Pure differential privacy: the epsilons of Laplace releases, added up."""
 
 import math
 
@@ -8,9 +8,12 @@ import dp_accounting
 class PureAccountant(dp_accounting.PrivacyAccountant):
     """Adds up pure epsilons, for events that end in Laplace noise; holds at every delta, also 0.
 
-    Sampling with probability q amplifies ε₀ to ln(1 + q(e^{ε₀} − 1)): Poisson sampling, and
-    subsets of fixed size with q = m/n where one example is replaced (Balle, Barthe and Gaboardi,
-    "Privacy amplification by subsampling", NeurIPS 2018, theorems 8 and 9).
+    Laplace noise of λ times the L1 sensitivity has ε₀ = 1/λ (Dwork, McSherry, Nissim and Smith,
+    "Calibrating noise to sensitivity in private data analysis", TCC 2006,
+    doi:10.1007/11681878_14). Sampling with probability q amplifies it to ln(1 + q(e^{ε₀} − 1)):
+    Poisson sampling, and subsets of fixed size with q = m/n where one example is replaced (Balle,
+    Barthe and Gaboardi, "Privacy amplification by subsampling: tight analyses via couplings and
+    divergences", NeurIPS 2018, arXiv:1807.01647, theorems 8 and 9).
     """
 
     def __init__(self, neighboring_relation):

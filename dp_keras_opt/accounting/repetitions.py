@@ -32,7 +32,7 @@ class RandomRepetitions:
         ValueError: an argument is out of range.
 
     Reference: Papernot and Steinke, "Hyperparameter tuning with Rényi differential privacy", ICLR
-    2022, definition 1 and theorem 2.
+    2022, arXiv:2110.03620, definition 1 and theorem 2.
     """
 
     mean: float

@@ -5,8 +5,10 @@ import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
+from dp_keras_opt.accounting.sampled_gaussian import SampledGaussianLoss
+
 _LOSSES = {
-    dp_accounting.GaussianDpEvent: privacy_loss_mechanism.GaussianPrivacyLoss,
+    dp_accounting.GaussianDpEvent: SampledGaussianLoss,
     dp_accounting.LaplaceDpEvent: privacy_loss_mechanism.LaplacePrivacyLoss,
 }
 
@@ -18,7 +20,8 @@ class ReplaceOneAccountant(dp_accounting.pld.PLDAccountant):
     sampling it is not: with the example, as without it, a batch is a mixture, and the pair that
     dp_accounting prices, a mixture beside a single distribution, bounds no composition of them.
     What holds by advanced joint convexity (Balle, Barthe and Gaboardi, "Privacy amplification by
-    subsampling", NeurIPS 2018, theorem 2): for ε ≥ 0 the divergence is at most
+    subsampling: tight analyses via couplings and divergences", NeurIPS 2018, arXiv:1807.01647,
+    theorem 2): for ε ≥ 0 the divergence is at most
 
         δ(ε) = H_{e^ε}((1−q)·N(0) + q·N(2) ‖ N(0)),
 

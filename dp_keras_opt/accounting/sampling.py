@@ -1,132 +1,274 @@
-"""How batches are drawn from the data, and which data sets count as neighbours."""
+"""How batches are drawn from the data, and which data sets count as neighbours: a class a kind."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any, ClassVar, TypeVar
 
+import dp_accounting
+from scipy import stats
+
+from dp_keras_opt import deprecation
+from dp_keras_opt.accounting.random_allocation import RandomAllocationDpEvent
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.types import Adjacency
 
-#: For each kind of sampling, the adjacencies under which it can be accounted.
-ADJACENCIES = {
-    "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
-    "without_replacement": ("replace_one", "zero_out"),
-    "full": ("add_or_remove_one", "zero_out", "replace_one"),
-    "shuffled": ("replace_one", "zero_out"),
-    "fixed_order": ("replace_one", "zero_out"),
-    "cyclic_poisson": ("add_or_remove_one", "zero_out", "replace_one"),
-    "shuffled_accounted_as_poisson": ("add_or_remove_one", "zero_out", "replace_one"),
-}
+#: The kinds of sampling by name; see `register`.
+KINDS: dict[str, type[Sampling]] = {}
 
-_WHY_NOT_ADD_OR_REMOVE = {
-    "without_replacement": "with the batch size fixed, an added example displaces another",
-    "shuffled": "an added example shifts all later batches",
-    "fixed_order": "an added example shifts all later batches",
-}
+_ALL: tuple[Adjacency, ...] = ("add_or_remove_one", "zero_out", "replace_one")
+_FIXED_SIZE: tuple[Adjacency, ...] = ("replace_one", "zero_out")
+
+_Kind = TypeVar("_Kind", bound="type[Sampling]")
+
+
+def register(kind: _Kind) -> _Kind:
+    """Class decorator: makes a kind of sampling known to `Sampling.from_config` and ledgers.
+
+    Raises:
+        ValueError: there is another one of its name.
+    """
+    if KINDS.setdefault(kind.kind, kind) is not kind:
+        raise ValueError(f"There is another kind of sampling by the name {kind.kind!r}.")
+    return kind
+
+
+class _TakesKindFirst(abc.ABCMeta):
+    """Lets `Sampling(kind, ...)` work, which is deprecated."""
+
+    _OLD = ("num_examples", "batch_size", "adjacency", "unit", "drop_remainder", "groups",
+            "examples_per_unit", "is_padded")  # fmt: skip
+
+    def __call__(cls, *args, **kwargs):
+        if cls is not Sampling:
+            return super().__call__(*args, **kwargs)
+        deprecation.warn("Sampling(kind, ...)", "Sampling.poisson(...) or another class method")
+        named = dict(zip(("kind", *cls._OLD), args, strict=False)) | kwargs
+        return Sampling.from_config(named)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(metaclass=_TakesKindFirst):
     """The sampling that the data pipeline does, with the neighbouring relation to protect.
 
     The guarantee holds only if the pipeline really samples this way: nothing here can see it.
-    Use the class methods, one for each kind of sampling.
+    Use the class methods, one for each kind of sampling. All that accounting needs to know of a
+    kind is in its class: whoever adds one writes a subclass, a frozen dataclass that is decorated
+    with `register`.
 
     Attributes:
-        kind: "poisson", "without_replacement", "full", "shuffled",
-            "shuffled_accounted_as_poisson", "fixed_order" or "cyclic_poisson".
         num_examples: n, the number of privacy units in the training set.
         batch_size: B, the *expected* batch size, a public constant.
         adjacency: which data sets are neighbours. "add_or_remove_one": one unit more or fewer;
-            "zero_out": the gradient of one unit replaced by 0; "replace_one": one unit changed.
+            "zero_out": the gradient of one unit replaced by 0 (Kairouz et al., "Practical and
+            private (deep) learning without sampling or shuffling", 2021, arXiv:2103.00039,
+            definition 1.1); "replace_one": one unit changed.
         unit: the privacy unit in words, e.g. "rating" where a row of the data is a rating.
-        drop_remainder: for shuffled epochs, whether an incomplete last batch is dropped.
-        groups: for cyclic Poisson sampling, into how many groups the units are divided.
         examples_per_unit: None where a unit is one example; else K where a unit is all examples of
             one person: of a unit that is drawn at most K take part, and are clipped as one, as
             those of `dp.data.poisson_users` are. Training refuses batches that are not so.
+        is_padded: whether batches are padded, so that training needs the `RowInfo` that tells
+            padding from data. Of batches in hand, and not of the sampling: neither compared nor
+            saved.
+        passes: None, or the `Passes` that were begun over batches in hand; nor is it.
 
     Raises:
         ValueError: an argument is of the wrong type or out of range, or the adjacency cannot be
             accounted with this kind of sampling.
     """
 
-    kind: str
     num_examples: int
     batch_size: int
     adjacency: Adjacency
     unit: str = "example"
-    drop_remainder: bool = False
-    groups: int = 1
     examples_per_unit: int | None = None
-    #: Whether batches are padded, so that training needs the `Rows` that tell padding from data.
-    #: Of batches in hand, and not of the sampling: neither compared nor saved.
-    is_padded: bool = dataclasses.field(default=False, compare=False, repr=False)
+    is_padded: bool = dataclasses.field(default=False, compare=False, repr=False, kw_only=True)
+    passes: Passes | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
+
+    #: What the kind is called in ledgers and on the command line.
+    kind: ClassVar[str]
+    #: The adjacencies under which it can be accounted, the usual one first.
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = _ALL
+    #: Why others cannot be, in words.
+    why_no_other: ClassVar[str] = ""
+    #: The accountants that cannot price it, and why.
+    unpriced_by: ClassVar[Mapping[str, str]] = {}
+    #: Whether each unit is in a batch, or not, by a coin of its own and of that batch.
+    is_poisson: ClassVar[bool] = False
+    #: Whether chance decides which batches a unit is in, and a release is priced for that.
+    is_amplified: ClassVar[bool] = True
+    #: Whether batches can be of any size, up to all units.
+    varies_in_size: ClassVar[bool] = False
+    #: Whether one draw assigns the units to all batches of a pass, which is priced as a whole.
+    draws_passes: ClassVar[bool] = False
+    #: Whether epsilon rests on an assumption that is not proven for this sampling.
+    is_heuristic: ClassVar[bool] = False
+    #: Whether a batch is all of the data, so that its size is no choice.
+    takes_all: ClassVar[bool] = False
+    #: For epochs over the data, whether an incomplete last batch is dropped.
+    drop_remainder = False
+    #: The number of groups of units that take turns.
+    groups = 1
+    #: The most units in a batch, where larger draws are cut to it.
+    max_batch_size = None  # type: int | None
 
     def __post_init__(self):
-        if self.kind not in ADJACENCIES:
-            raise ValueError(f"kind must be one of {list(ADJACENCIES)}; received {self.kind!r}.")
-        n = whole_number(
-            self.num_examples, "num_examples", 1, "Give the number of training examples."
-        )
-        size = whole_number(self.batch_size, "batch_size", 1, "Give the expected batch size.")
+        n = self._keep_whole("num_examples", "Give the number of training examples.")
+        size = self._keep_whole("batch_size", "Give the expected batch size.")
         if size > n:
             raise ValueError(
                 f"batch_size must be at most num_examples={n}; received {size}. "
                 "Use Sampling.full to take all examples at every step."
             )
-        if self.kind == "full" and size != n:
-            raise ValueError(
-                f"batch_size must equal num_examples={n} for full batches; received {size}. "
-                "Use Sampling.full(num_examples), or another kind of sampling."
-            )
-        if self.adjacency not in ADJACENCIES[self.kind]:
-            why = _WHY_NOT_ADD_OR_REMOVE.get(self.kind)
-            because = f": {why}" if why and self.adjacency == "add_or_remove_one" else ""
+        if self.adjacency not in self.adjacencies:
+            known = self.why_no_other and self.adjacency in _ALL
             raise ValueError(
                 f"adjacency={self.adjacency!r} cannot be accounted with {self.kind!r} "
-                f"sampling{because}. Use one of {list(ADJACENCIES[self.kind])}."
+                f"sampling{f': {self.why_no_other}' if known else ''}. Use one of "
+                f"{list(self.adjacencies)}."
             )
         if not isinstance(self.unit, str) or not self.unit.strip():
             raise ValueError(
                 f"unit must be the privacy unit in words, e.g. 'rating'; received {self.unit!r}."
             )
-        if not isinstance(self.drop_remainder, bool) or (
-            self.drop_remainder and not self.kind.startswith(("shuffled", "fixed_order"))
-        ):
-            raise ValueError(
-                "drop_remainder must be True or False, and only epochs over the data have a "
-                f"remainder; received {self.drop_remainder!r} with {self.kind!r} sampling."
-            )
-        groups = whole_number(self.groups, "groups", 1, "Give the number of groups.")
-        if groups > 1 and self.kind != "cyclic_poisson":
-            raise ValueError(
-                f"Only cyclic Poisson sampling has groups; received groups={groups} with "
-                f"{self.kind!r} sampling."
-            )
-        if size * groups > n:
-            raise ValueError(
-                f"batch_size={size} from one of {groups} groups of {n} {self.unit}s would need a "
-                f"sampling probability above 1. Use at most {n // size} groups, or a smaller batch."
-            )
-        self._check_examples_per_unit()
-        object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "num_examples", n)
-        object.__setattr__(self, "batch_size", size)
+        if self.examples_per_unit is not None:
+            most = self._keep_whole("examples_per_unit", "Give the most examples of a unit.")
+            if self.unit == "example":
+                raise ValueError(
+                    f"examples_per_unit={most} says that a unit is several examples; received "
+                    "unit='example'. Name what it is: unit='user'."
+                )
 
-    def _check_examples_per_unit(self):
-        most = self.examples_per_unit
-        if most is None:
-            return
-        most = whole_number(most, "examples_per_unit", 1, "Give the most examples of a unit.")
-        object.__setattr__(self, "examples_per_unit", most)
-        if self.unit == "example":
-            raise ValueError(
-                f"examples_per_unit={most} says that a unit is several examples; received "
-                "unit='example'. Name what it is: unit='user'."
-            )
+    def _keep_whole(self, name, fix):
+        """Checks a count, and keeps it as an int: sums of NumPy's small integers overflow."""
+        value = whole_number(getattr(self, name), name, 1, fix)
+        object.__setattr__(self, name, value)
+        return value
+
+    # What accounting asks.
+
+    @abc.abstractmethod
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        """The event of what a batch releases once it is drawn this way.
+
+        Of a kind that `draws_passes`: of what a pass of such batches releases.
+
+        Args:
+            event: the `dp_accounting.DpEvent` on a batch that the unit is in.
+        """
+
+    def check_releases(self, releases: Sequence[Release]) -> None:
+        """Refuses releases whose noise cannot be priced with this sampling; here none.
+
+        Raises:
+            ValueError: the message names what can be.
+        """
+
+    @property
+    def uncut(self) -> Sampling:
+        """The same with draws of all sizes, which costs about as much where few are cut."""
+        return self
+
+    @property
+    def largest_batch(self) -> float:
+        """The most units that can be in a batch; infinite where that is all of them."""
+        if self.max_batch_size is not None:
+            return self.max_batch_size
+        return math.inf if self.varies_in_size else self.batch_size
+
+    @property
+    def sampling_probability(self) -> float:
+        """q, the chance of a unit to be in a batch that it can be in: B/n, or B·groups/n."""
+        return self.batch_size * self.groups / self.num_examples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches in one pass over the data."""
+        return math.ceil(self.num_examples / self.batch_size)
+
+    @property
+    def period(self) -> int:
+        """Of this many consecutive batches, counted from the first, a unit is in at most one."""
+        return 1
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether it is accounted in whole passes over the data, of `period` batches each."""
+        return False
+
+    @property
+    def separation(self) -> int | None:
+        """The least number of steps between two batches of a unit; None where it is not known."""
+        return None
+
+    @property
+    def noise_adjacency(self) -> Adjacency:
+        """The adjacency whose sensitivity the noise of a batch is held against."""
+        return self.adjacency
+
+    @property
+    def neighboring_relation(self) -> dp_accounting.NeighboringRelation:
+        """The relation under which dp_accounting prices `sampled` without another factor 2."""
+        return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+
+    # In words.
+
+    @abc.abstractmethod
+    def _in_words(self) -> str:
+        """How a batch is drawn, in one sentence."""
+
+    def describe(self) -> str:
+        """In words, what the guarantee assumes of the data pipeline."""
+        if self.examples_per_unit is None:
+            return self._in_words()
+        unit = self.unit
+        return (
+            f"{self._in_words()} Of each {unit} in a batch at most {self.examples_per_unit} "
+            f"examples take part, chosen without looking at any other {unit}; the gradient of "
+            f"their mean loss is clipped as one. Assumed: each example carries the identifier of "
+            f"its {unit}, each {unit} has one identifier, and no two share it."
+        )
+
+    @property
+    def _chance(self):
+        n, size = self.num_examples, self.batch_size
+        return f"{size}/{n} = {self.sampling_probability:.4g}"
+
+    # As JSON.
+
+    def get_config(self) -> dict[str, Any]:
+        """The kind and the attributes, as JSON-able values."""
+        compared = (field.name for field in dataclasses.fields(self) if field.compare)
+        return {"kind": self.kind, **{name: getattr(self, name) for name in compared}}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Sampling:
+        """The sampling with these attributes; without an adjacency, the usual one of its kind.
+
+        Raises:
+            ValueError: there is no such kind, it has no such attribute, or a value is wrong.
+        """
+        given = dict(config)
+        name = given.pop("kind", None)
+        if name not in KINDS:
+            raise ValueError(f"kind must be one of {list(KINDS)}; received {name!r}.")
+        kind = KINDS[name]
+        # Ledgers of before name the attributes of all kinds.
+        for other in given.keys() - _fields(kind):
+            if given.pop(other) != getattr(kind, other, None):
+                having = [_spoken(each) for each in KINDS if other in _fields(KINDS[each])]
+                raise ValueError(
+                    f"Only {' or '.join(having) or 'no'} sampling has {other}; received "
+                    f"{other}={config[other]!r} with {name!r} sampling."
+                )
+        return kind(**{"adjacency": kind.adjacencies[0]} | given)
+
+    # The kinds.
 
     @classmethod
     def poisson(
@@ -139,14 +281,35 @@ class Sampling:
         examples_per_unit: int | None = None,
     ) -> Sampling:
         """Each unit is in each batch independently with probability B/n (batch sizes vary)."""
-        return cls(
-            "poisson",
-            num_examples,
-            batch_size,
-            adjacency,
-            unit,
-            examples_per_unit=examples_per_unit,
+        return Poisson(num_examples, batch_size, adjacency, unit, examples_per_unit)
+
+    @classmethod
+    def truncated_poisson(
+        cls,
+        num_examples: int,
+        batch_size: int,
+        max_batch_size: int,
+        adjacency: Adjacency = "zero_out",
+        *,
+        unit: str = "example",
+    ) -> Sampling:
+        """Poisson sampling, of whose draws above max_batch_size a random subset is kept."""
+        return TruncatedPoisson(
+            num_examples, batch_size, adjacency, unit, max_batch_size=max_batch_size
         )
+
+    @classmethod
+    def balls_in_bins(
+        cls,
+        num_examples: int,
+        batch_size: int,
+        adjacency: Adjacency = "add_or_remove_one",
+        *,
+        unit: str = "example",
+        examples_per_unit: int | None = None,
+    ) -> Sampling:
+        """In every epoch each unit is in one of its ⌈n/B⌉ batches, drawn at random."""
+        return BallsInBins(num_examples, batch_size, adjacency, unit, examples_per_unit)
 
     @classmethod
     def without_replacement(
@@ -158,14 +321,14 @@ class Sampling:
         unit: str = "example",
     ) -> Sampling:
         """Each batch is a fresh, uniformly random subset of exactly B units."""
-        return cls("without_replacement", num_examples, batch_size, adjacency, unit)
+        return WithoutReplacement(num_examples, batch_size, adjacency, unit)
 
     @classmethod
     def full(
         cls, num_examples: int, adjacency: Adjacency = "add_or_remove_one", *, unit: str = "example"
     ) -> Sampling:
         """Each batch is the whole training set."""
-        return cls("full", num_examples, num_examples, adjacency, unit)
+        return Full(num_examples, num_examples, adjacency, unit)
 
     @classmethod
     def shuffled(
@@ -182,7 +345,7 @@ class Sampling:
         Accounted without amplification, as one release per started epoch. Set `drop_remainder`
         where the pipeline drops an incomplete last batch: its epochs are then a step shorter.
         """
-        return cls("shuffled", num_examples, batch_size, adjacency, unit, drop_remainder)
+        return Shuffled(num_examples, batch_size, adjacency, unit, drop_remainder=drop_remainder)
 
     @classmethod
     def shuffled_accounted_as_poisson(
@@ -198,8 +361,9 @@ class Sampling:
 
         Common practice, which may under-state epsilon; every statement says so.
         """
-        kind = "shuffled_accounted_as_poisson"
-        return cls(kind, num_examples, batch_size, adjacency, unit, drop_remainder)
+        return ShuffledAccountedAsPoisson(
+            num_examples, batch_size, adjacency, unit, drop_remainder=drop_remainder
+        )
 
     @classmethod
     def fixed_order(
@@ -210,12 +374,15 @@ class Sampling:
         *,
         unit: str = "example",
         drop_remainder: bool = False,
+        examples_per_unit: int | None = None,
     ) -> Sampling:
         """Epochs in one order, the same in each: an example's steps are an epoch's length apart.
 
         What correlated noise needs; accounted without amplification, like `shuffled`.
         """
-        return cls("fixed_order", num_examples, batch_size, adjacency, unit, drop_remainder)
+        return FixedOrder(
+            num_examples, batch_size, adjacency, unit, examples_per_unit, drop_remainder
+        )
 
     @classmethod
     def cyclic_poisson(
@@ -226,6 +393,7 @@ class Sampling:
         adjacency: Adjacency = "add_or_remove_one",
         *,
         unit: str = "example",
+        examples_per_unit: int | None = None,
     ) -> Sampling:
         """Poisson sampling from one group of units after the other, in turns.
 
@@ -233,97 +401,440 @@ class Sampling:
         t mod groups are in the batch, each independently with probability B·groups/n. So a unit's
         steps are at least `groups` apart, as correlated noise wants it, and still amplified.
         """
-        return cls("cyclic_poisson", num_examples, batch_size, adjacency, unit, groups=groups)
+        return CyclicPoisson(num_examples, batch_size, adjacency, unit, examples_per_unit, groups)
+
+
+class Passes:
+    """Counts the passes over batches whose units are assigned anew in each.
+
+    Attributes:
+        begun: how many.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+
+def _spoken(name):
+    return name.replace("_", " ").replace("poisson", "Poisson")
+
+
+def _fields(kind):
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Poisson(Sampling):
+    """Each unit is in each batch independently with probability q = B/n.
+
+    Reference: the amplification is that of the sampled Gaussian mechanism; Mironov, Talwar and
+    Zhang, "Rényi differential privacy of the sampled Gaussian mechanism", 2019, arXiv:1908.10530.
+    """
+
+    kind = "poisson"
+    is_poisson = varies_in_size = True
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, event)
+
+    def _in_words(self):
+        return (
+            f"Poisson sampling: each {self.unit} is in each batch independently with probability "
+            f"{self._chance}."
+        )
+
+
+#: Why accountants cannot price a cut draw, with the version of dp_accounting that is installed.
+_UNPRICED_CUT = (
+    {
+        name: "dp_accounting has only a privacy loss distribution for it. Use accountant='pld', or "
+        "Poisson sampling without a cap."
+        for name in ("rdp", "pure")
+    }
+    if hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
+    else {
+        name: f"dp_accounting {metadata.version('dp-accounting')}, which is installed, cannot. "
+        "Update dp-accounting, or take Poisson sampling without a cap."
+        for name in ("rdp", "pure", "pld")
+    }
+)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TruncatedPoisson(Sampling):
+    """Poisson sampling with q = B/n; of draws above M units a uniformly random subset of M is kept.
+
+    Why dp_accounting's event bounds it, as long as n is public. Let R be the others that were
+    drawn. With |R| < M nothing is cut, and the step is Poisson's. Otherwise the kept ones are a
+    uniform subset W of M others or, with a probability p that does not depend on W, the unit in
+    the place of one of them, w. So with and without the unit's gradient g the sums are mixtures of
+    ΣW with ΣW − w + g, and of ΣW with ΣW − w. Of all mixtures (1−p)·N(0) + p·N(x) and
+    (1−p)·N(0) + p·N(y) with norms up to 2C, those with x = −y of norm 2C are the furthest apart in
+    every hockey-stick divergence: as E(a·e^U − b·e^V + c)₊ of Gaussian U and V, with a, b ≥ 0,
+    falls in their covariance, by Slepian's inequality, x and y are opposite; then the largest set
+    is a half-line, and grows with both norms. That is the event's pair. Which of the two cases it
+    was is the same with and without g, so that their mixture bounds both.
+
+    Reference: Ganesh, "Tighter privacy analysis for truncated Poisson sampling", 2025,
+    arXiv:2508.15089.
+    """
+
+    max_batch_size: int = 0
+
+    kind = "truncated_poisson"
+    adjacencies = ("zero_out",)
+    why_no_other = (
+        "how often a draw is cut depends on the number of units, which an added one changes, and "
+        "for a replaced one no bound is established. Take 'zero_out', or no cap"
+    )
+    unpriced_by = _UNPRICED_CUT
+    varies_in_size = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        most = self._keep_whole("max_batch_size", "Give the most examples of a batch.")
+        if most < self.batch_size:
+            raise ValueError(
+                f"max_batch_size={most} is below the expected batch_size={self.batch_size}: most "
+                "draws would be cut. Choose a cap several standard deviations above it."
+            )
+        if self.examples_per_unit is not None:
+            raise ValueError(
+                "Truncated Poisson sampling is accounted for units that are one example each; "
+                f"received examples_per_unit={self.examples_per_unit}. Use Sampling.poisson."
+            )
 
     @property
-    def is_poisson(self) -> bool:
-        """Whether units are drawn independently, so that batches can be of any size."""
-        return self.kind in ("poisson", "cyclic_poisson")
+    def uncut(self) -> Sampling:
+        return Poisson(self.num_examples, self.batch_size, self.adjacency, self.unit)
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        if isinstance(event, dp_accounting.NonPrivateDpEvent):
+            return event
+        if not isinstance(event, dp_accounting.GaussianDpEvent):
+            raise ValueError(f"{_CUT_GAUSSIAN_ONLY}; received: {type(event).__name__}.")
+        n, q, most = self.num_examples, self.sampling_probability, self.max_batch_size
+        if stats.binom.sf(most - 1, n - 1, q) < 1e-200:  # never, as far as any δ can tell
+            return dp_accounting.PoissonSampledDpEvent(q, event)
+        return dp_accounting.TruncatedSubsampledGaussianDpEvent(n, q, most, event.noise_multiplier)
+
+    def check_releases(self, releases: Sequence[Release]) -> None:
+        _need_gaussian(releases, _CUT_GAUSSIAN_ONLY, "Use noise='gaussian', or leave out the cap.")
+
+    def _in_words(self):
+        return (
+            f"Truncated Poisson sampling: each {self.unit} is drawn for each batch independently "
+            f"with probability {self._chance}; of a draw of more than {self.max_batch_size} a "
+            "uniformly random subset of that size is kept."
+        )
+
+
+_CUT_GAUSSIAN_ONLY = (
+    "Truncated Poisson sampling is priced for Gaussian noise that is independent from step to step"
+)
+
+
+def _need_gaussian(releases, only, instead):
+    """Refuses other noise than Gaussian noise that is independent from step to step."""
+    for mechanism in (each.mechanism for each in releases if not each.is_public):
+        if mechanism.is_correlated or not isinstance(
+            mechanism.event(1.0), dp_accounting.GaussianDpEvent
+        ):
+            raise ValueError(f"{only}; received: {type(mechanism).__name__} noise. {instead}")
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class BallsInBins(Sampling):
+    """In every epoch each unit is in one of its t = ⌈n/B⌉ batches, drawn at random.
+
+    All units are assigned independently of each other, anew in each epoch. An epoch is priced as a
+    whole, once it has begun.
+
+    Reference: Chua et al., "Balls-and-bins sampling for DP-SGD", AISTATS 2025, arXiv:2412.16802.
+    """
+
+    kind = "balls_in_bins"
+    adjacencies = ("add_or_remove_one", "zero_out")
+    why_no_other = (
+        "which pair of outputs is the worst for a replaced unit is not proven. Take 'zero_out', "
+        "which also leaves the number of units as it is, or account the epochs without "
+        "amplification, as Sampling.shuffled"
+    )
+    varies_in_size = True
+    draws_passes = True
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        return self.epoch([(event, self.steps_per_epoch)])
+
+    def epoch(self, events: Sequence[tuple[dp_accounting.DpEvent, int]]) -> dp_accounting.DpEvent:
+        """The event of one epoch.
+
+        Args:
+            events: pairs (the event on a batch that the unit is in, how many batches have it), in
+                any order.
+
+        Raises:
+            ValueError: one of them is not a Gaussian release, the only kind that is priced.
+        """
+        for event, _ in events:
+            if isinstance(event, dp_accounting.NonPrivateDpEvent):
+                return event
+            if not isinstance(event, dp_accounting.GaussianDpEvent):
+                raise ValueError(f"{_GAUSSIAN_ONLY}; received: {type(event).__name__}. {_INSTEAD}")
+        multipliers = tuple((event.noise_multiplier, count) for event, count in events)
+        return RandomAllocationDpEvent(multipliers, self.steps_per_epoch)
+
+    def check_releases(self, releases: Sequence[Release]) -> None:
+        _need_gaussian(releases, _GAUSSIAN_ONLY, _INSTEAD)
 
     @property
-    def sampling_probability(self) -> float:
-        """q, the chance of a unit to be in a batch that it can be in: B/n, or B·groups/n."""
-        return self.batch_size * self.groups / self.num_examples
+    def period(self) -> int:
+        return self.steps_per_epoch
+
+    @property
+    def in_passes(self) -> bool:
+        return self.period > 1
+
+    def _in_words(self):
+        unit, steps = self.unit, self.steps_per_epoch
+        return (
+            f"Balls in bins: at the start of every epoch each {unit} is put, independently of all "
+            f"others and uniformly at random, into one of the epoch's {steps} batches, whose "
+            f"number is fixed, so that it comes exactly once an epoch. An epoch that was begun is "
+            "accounted as a whole."
+        )
+
+
+_GAUSSIAN_ONLY = "Balls in bins are priced for Gaussian noise that is independent from step to step"
+_INSTEAD = (
+    "Use noise='gaussian'; for Laplace noise, dp_keras_opt.data.poisson_batches; for correlated "
+    "noise, fixed_order_epochs or cyclic_poisson."
+)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class WithoutReplacement(Sampling):
+    """Each batch is a fresh, uniformly random subset of exactly B units.
+
+    Reference: Wang, Balle and Kasiviswanathan, "Subsampled Rényi differential privacy and
+    analytical moments accountant", AISTATS 2019, arXiv:1808.00087, theorem 27.
+    """
+
+    kind = "without_replacement"
+    adjacencies = _FIXED_SIZE
+    why_no_other = "with the batch size fixed, an added example displaces another"
+    unpriced_by = {
+        "pld": "dp_accounting has no privacy loss distribution for it. Use accountant='rdp', or "
+        "Poisson sampling."
+    }
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        return dp_accounting.SampledWithoutReplacementDpEvent(
+            self.num_examples, self.batch_size, event
+        )
+
+    @property
+    def noise_adjacency(self) -> Adjacency:
+        """That of a replaced example, under each adjacency.
+
+        The theorem also compares the batches that hold the example with those that hold another in
+        its place: that moves the sum by 2C. An example whose gradient is zeroed is a replaced one,
+        so `zero_out` has the guarantee of `replace_one`; no better is proven.
+        """
+        return "replace_one"
+
+    @property
+    def neighboring_relation(self) -> dp_accounting.NeighboringRelation:
+        return dp_accounting.NeighboringRelation.REPLACE_ONE
+
+    def _in_words(self):
+        return (
+            "Sampling without replacement: each batch is a fresh, uniformly random subset of "
+            f"exactly {self.batch_size} of the {self.num_examples} {self.unit}s."
+        )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Full(Sampling):
+    """Each batch is the whole training set: no amplification."""
+
+    kind = "full"
+    takes_all = True
+    is_amplified = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch_size != self.num_examples:
+            raise ValueError(
+                f"batch_size must equal num_examples={self.num_examples} for full batches; "
+                f"received {self.batch_size}. Use Sampling.full(num_examples), or another kind of "
+                "sampling."
+            )
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        return event
+
+    @property
+    def separation(self) -> int | None:
+        return 1
+
+    def _in_words(self):
+        return (
+            f"Full batches: every step takes all {self.num_examples} {self.unit}s, so there is no "
+            "amplification by sampling."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Epochs(Sampling):
+    """Passes over the data, in each of which a unit comes at most once."""
+
+    drop_remainder: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.drop_remainder, bool):
+            raise ValueError(
+                f"drop_remainder must be True or False; received {self.drop_remainder!r}."
+            )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the data; of cyclic sampling, in whole rounds of the groups."""
         if self.drop_remainder:
             return self.num_examples // self.batch_size
+        return super().steps_per_epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class _OncePerEpoch(_Epochs):
+    """Accounted as one release per started pass, at worst the one with the least noise."""
+
+    adjacencies = _FIXED_SIZE
+    why_no_other = "an added example shifts all later batches"
+    is_amplified = False
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        return event
+
+    @property
+    def period(self) -> int:
+        return self.steps_per_epoch
+
+    @property
+    def in_passes(self) -> bool:
+        return self.period > 1
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Shuffled(_OncePerEpoch):
+    """Epochs over a shuffled data set, accounted without amplification by the shuffling."""
+
+    kind = "shuffled"
+
+    def _in_words(self):
+        return (
+            f"Shuffled epochs of {self.steps_per_epoch} steps in which each {self.unit} comes at "
+            "most once, accounted without amplification by sampling."
+        )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ShuffledAccountedAsPoisson(_Epochs):
+    """Shuffled epochs, priced as if each step were Poisson sampled: a heuristic.
+
+    Reference: that the true epsilon can be much larger is shown by Chua, Ghazi, Kamath, Kumar,
+    Manurangsi, Sinha and Zhang, "How private are DP-SGD implementations?", ICML 2024,
+    arXiv:2403.17673.
+    """
+
+    kind = "shuffled_accounted_as_poisson"
+    is_heuristic = True
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, event)
+
+    def _in_words(self):
+        return (
+            "HEURISTIC, NOT A PROVEN GUARANTEE: the data were shuffled, but accounted as if each "
+            f"{self.unit} were in each batch independently with probability {self._chance} "
+            "(Poisson sampling); the true epsilon may be larger."
+        )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class FixedOrder(_OncePerEpoch):
+    """Epochs in one order: a unit's steps are exactly an epoch's length apart."""
+
+    kind = "fixed_order"
+
+    @property
+    def separation(self) -> int | None:
+        return self.steps_per_epoch
+
+    def _in_words(self):
+        return (
+            f"Epochs of {self.steps_per_epoch} steps in one fixed order, in which each {self.unit} "
+            "comes at most once, always at the same step; accounted without amplification by "
+            "sampling."
+        )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class CyclicPoisson(Sampling):
+    """Poisson sampling with q = B·groups/n from groups of units that take turns.
+
+    Reference: Choquette-Choo et al., "(Amplified) banded matrix factorization: a unified approach
+    to private training", NeurIPS 2023, arXiv:2306.08153, section 5.
+    """
+
+    groups: int = 1
+
+    kind = "cyclic_poisson"
+    is_poisson = varies_in_size = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        n, size = self.num_examples, self.batch_size
+        groups = self._keep_whole("groups", "Give the number of groups.")
+        if size * groups > n:
+            raise ValueError(
+                f"batch_size={size} from one of {groups} groups of {n} {self.unit}s would need a "
+                f"sampling probability above 1. Use at most {n // size} groups, or a smaller batch."
+            )
+
+    def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, event)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """In whole rounds of the groups."""
         return self.groups * math.ceil(self.num_examples / (self.batch_size * self.groups))
 
     @property
     def period(self) -> int:
-        """Each unit is in at most one batch of so many consecutive ones, counted from the start."""
-        if self.kind in ("shuffled", "fixed_order"):
-            return self.steps_per_epoch
         return self.groups
 
     @property
     def separation(self) -> int | None:
-        """How many steps two batches of a unit are apart at least, None where it is not known."""
-        known = {"full": 1, "fixed_order": self.steps_per_epoch, "cyclic_poisson": self.groups}
-        return known.get(self.kind)
+        return self.groups
 
-    @property
-    def noise_adjacency(self) -> Adjacency:
-        """The adjacency whose sensitivity the noise of a batch is held against.
-
-        The bound for subsets of fixed size (Wang et al. 2019, theorem 27) also compares the batches
-        that hold the example with those that hold another in its place: that moves the sum by 2C,
-        whatever the adjacency. An example whose gradient is zeroed is a replaced one, so `zero_out`
-        has the guarantee of `replace_one`; no better is proven.
-        """
-        return "replace_one" if self.kind == "without_replacement" else self.adjacency
-
-    @property
-    def is_heuristic(self) -> bool:
-        """Whether epsilon rests on an assumption that is not proven for this sampling."""
-        return self.kind == "shuffled_accounted_as_poisson"
-
-    def describe(self) -> str:
-        """In words, what the guarantee assumes of the data pipeline."""
+    def _in_words(self):
         unit, n, size = self.unit, self.num_examples, self.batch_size
-        chance = f"{size}/{n} = {self.sampling_probability:.4g}"
-        drawn = {
-            "poisson": f"Poisson sampling: each {unit} is in each batch independently with "
-            f"probability {chance}.",
-            "without_replacement": f"Sampling without replacement: each batch is a fresh, "
-            f"uniformly random subset of exactly {size} of the {n} {unit}s.",
-            "full": f"Full batches: every step takes all {n} {unit}s, so there is no "
-            "amplification by sampling.",
-            "shuffled": f"Shuffled epochs of {self.steps_per_epoch} steps in which each {unit} "
-            "comes at most once, accounted without amplification by sampling.",
-            "fixed_order": f"Epochs of {self.steps_per_epoch} steps in one fixed order, in which "
-            f"each {unit} comes at most once, always at the same step; accounted without "
-            "amplification by sampling.",
-            "cyclic_poisson": f"Cyclic Poisson sampling: the {unit}s are divided into "
-            f"{self.groups} groups without looking at them, which take turns; in its group's "
-            f"turn, each {unit} is in the batch independently with probability "
-            f"{size}*{self.groups}/{n} = {self.sampling_probability:.4g}.",
-            "shuffled_accounted_as_poisson": "HEURISTIC, NOT A PROVEN GUARANTEE: the data were "
-            f"shuffled, but accounted as if each {unit} were in each batch independently with "
-            f"probability {chance} (Poisson sampling); the true epsilon may be larger.",
-        }[self.kind]
-        if self.examples_per_unit is None:
-            return drawn
         return (
-            f"{drawn} Of each {unit} in a batch at most {self.examples_per_unit} examples take "
-            f"part, chosen without looking at any other {unit}; the gradient of their mean loss is "
-            f"clipped as one. Assumed: each example carries the identifier of its {unit}, each "
-            f"{unit} has one identifier, and no two share it."
+            f"Cyclic Poisson sampling: the {unit}s are divided into {self.groups} groups without "
+            f"looking at them, which take turns; in its group's turn, each {unit} is in the batch "
+            f"independently with probability {size}*{self.groups}/{n} = "
+            f"{self.sampling_probability:.4g}."
         )
-
-    def get_config(self) -> dict[str, Any]:
-        """The attributes, as JSON-able values."""
-        config = dataclasses.asdict(self)
-        del config["is_padded"]
-        return config
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Sampling:
-        """The sampling with these attributes."""
-        return cls(**config)
 
 
 def need_sampling(sampling):
@@ -344,3 +855,4 @@ def check_sampling(optimizer, sampling):
             f"batch_size={sampling.batch_size}. Give both the same expected batch size."
         )
     optimizer.check_sampling(sampling)
+    sampling.check_releases(optimizer.releases_for(1.0))

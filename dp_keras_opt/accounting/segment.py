@@ -3,15 +3,15 @@
 import dataclasses
 import math
 
-import keras
 import numpy as np
 
-from dp_keras_opt import noise
-from dp_keras_opt.accounting.events import MAX_DISTINCT, segment_event
+from dp_keras_opt.accounting.events import MAX_DISTINCT, is_rounded, segment_event
+from dp_keras_opt.accounting.plan import Plan
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.noise import schedules
+from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release
+from dp_keras_opt.noise.schedules import Constant, NoiseSchedule
 
 #: How a plan of unknown length is written, since JSON has no infinity.
 _UNKNOWN = "unknown"
@@ -31,13 +31,15 @@ class Segment:
         steps: number of steps.
         selection: None, or the `RandomRepetitions` of runs like this one of which it was the best.
         planned: number of steps that it was to have, infinite where that was not known in advance;
-            None where there was no plan. It stays where results may have stopped the training.
-        after: the `state` of each run that was over, short of its plan, when this one began.
+            None where nobody said. It stays where results may have stopped the training.
+        after: the `state` of each run that was over, short of what was planned of it, when this
+            one began.
+        plan: None, or the `Plan` that its noise was found for.
     """
 
     run: str
     releases: tuple
-    schedule: schedules.NoiseSchedule
+    schedule: NoiseSchedule
     sampling: Sampling
     clip_norm: float | None = None
     first_step: int = 0
@@ -45,6 +47,7 @@ class Segment:
     selection: RandomRepetitions | None = None
     planned: float | None = None
     after: tuple = ()
+    plan: Plan | None = None
 
     def __post_init__(self):
         whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
@@ -56,7 +59,7 @@ class Segment:
         return self.first_step + self.steps
 
     @property
-    def plan(self):
+    def planned_steps(self):
         """How many steps were planned, at least those that ran."""
         return max(self.planned or 0, self.steps)
 
@@ -105,13 +108,32 @@ class Segment:
 
     @property
     def is_rounded(self):
-        """Whether there are so many noise levels that `event` rounds them down."""
-        return len(np.unique(self._alphas)) > MAX_DISTINCT
+        """Whether `event` rounds its noise levels down, because there are too many."""
+        return is_rounded(self.sampling, self._alphas)
 
     @property
     def _alphas(self):
-        constant = isinstance(self.schedule, schedules.Constant)
-        return 1.0 if constant else self.schedule.alphas(self.first_step, self.steps)
+        if isinstance(self.schedule, Constant):
+            return 1.0
+        if self.sampling.draws_passes and self.steps:
+            return self._alphas_of_passes
+        return self.schedule.alphas(self.first_step, self.steps)
+
+    @property
+    def _alphas_of_passes(self):
+        """Of the passes that were begun, to their ends: a unit may be in a step yet to come.
+
+        A pass that the schedule does not reach the end of goes on with the largest of its factors:
+        steps that will not run count as if they did, with as much noise as any.
+        """
+        period = self.sampling.period
+        length = -(-self.steps // period) * period
+        known = length
+        if self.schedule.length is not None:
+            known = max(min(length, self.schedule.length - self.first_step), self.steps)
+        alphas = self.schedule.alphas(self.first_step, known)
+        largest = alphas[(length - period) :].max()
+        return np.pad(alphas, (0, length - known), constant_values=largest)
 
     def event(self, max_distinct=MAX_DISTINCT, optimistic=False):
         """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
@@ -126,20 +148,25 @@ class Segment:
             vars(release)
             | {
                 "multiplier": float(release.multiplier),
-                "mechanism": keras.saving.serialize_keras_object(release.mechanism),
+                "mechanism": release.mechanism.to_json(),
                 "joint": release.joint and dataclasses.asdict(release.joint),
             }
             for release in self.releases
         ]
-        return vars(self) | {
+        config = vars(self) | {
             "releases": releases,
-            "schedule": keras.saving.serialize_keras_object(self.schedule),
+            "schedule": self.schedule.to_json(),
             "sampling": self.sampling.get_config(),
             "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
             "selection": self.selection and dataclasses.asdict(self.selection),
             "planned": _UNKNOWN if self.planned == math.inf else self.planned,
             "after": [list(state) for state in self.after],
         }
+        if self.plan is None:
+            del config["plan"]  # which libraries of before do not know
+        else:
+            config["plan"] = self.plan.get_config()
+        return config
 
     @classmethod
     def from_config(cls, config):
@@ -147,18 +174,20 @@ class Segment:
         releases = [
             release
             | {
-                "mechanism": noise.get(release["mechanism"]),
-                "joint": release["joint"] and noise.JointMoments(**release["joint"]),
+                "mechanism": Mechanism.from_json(release["mechanism"]),
+                "joint": release["joint"] and JointMoments(**release["joint"]),
             }
             for release in config["releases"]
         ]
-        selection = config.get("selection")  # ledgers of before have none, and no plans
+        # Ledgers of before have no selections and no plans.
+        selection, plan = config.get("selection"), config.get("plan")
         read = {
-            "releases": tuple(noise.Release(**release) for release in releases),
-            "schedule": schedules.get(config["schedule"]),
+            "releases": tuple(Release(**release) for release in releases),
+            "schedule": NoiseSchedule.from_json(config["schedule"]),
             "sampling": Sampling.from_config(config["sampling"]),
             "selection": selection and RandomRepetitions(**selection),
             "planned": math.inf if config.get("planned") == _UNKNOWN else config.get("planned"),
             "after": tuple((run, steps) for run, steps in config.get("after", ())),
+            "plan": plan and Plan.from_config(plan),
         }
         return cls(**config | read)

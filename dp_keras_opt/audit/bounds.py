@@ -10,7 +10,7 @@ from scipy import optimize, stats
 def one_run_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """How probable so many right guesses are, at most, if a training is (ε, δ)-private.
+    """The largest probability of this many right guesses, if a training is (ε, δ)-private.
 
     Each guess of a coin is right with probability q = e^ε/(1 + e^ε) at most, whatever the others
     are, but for failures of the guarantee: the number of right guesses is dominated by W + F, with
@@ -26,8 +26,8 @@ def one_run_p_value(
         correct: v ≤ r, how many guesses were right.
         epsilon, delta: the hypothesis.
 
-    Reference: theorem 5.2 of Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training
-    run", NeurIPS 2023.
+    Reference: Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run", NeurIPS
+    2023, arXiv:2305.08846, Theorem 5.2 of version 1.
     """
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
@@ -44,7 +44,7 @@ def one_run_p_value(
 def one_run_bound(
     canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """The largest ε that so many right guesses refute at this confidence; 0 if they refute none.
+    """The largest ε that this many right guesses refute at this confidence; 0 if they refute none.
 
     Args: see `one_run_p_value`.
     """
@@ -70,9 +70,9 @@ def many_run_bound(
 ) -> float | np.ndarray:
     """A lower bound on ε from the errors of a test that was fixed before these runs.
 
-    An (ε, δ)-private training lets no test have 1 − FNR > e^ε·FPR + δ or 1 − FPR > e^ε·FNR + δ
-    (Kairouz, Oh and Viswanath, 2015). Both error rates are bounded from above by Clopper and
-    Pearson, each with half of what `confidence` leaves.
+    An (ε, δ)-private training lets no test have 1 − FNR > e^ε·FPR + δ or 1 − FPR > e^ε·FNR + δ.
+    Both error rates are bounded from above by Clopper and Pearson, each with half of what
+    `confidence` leaves.
 
     Args:
         false_positives: how many of the `without` runs without the canary were taken for runs with
@@ -80,6 +80,9 @@ def many_run_bound(
         false_negatives: how many of the `with_` runs with it were taken for runs without.
         delta: δ.
         confidence: that the bound holds.
+
+    Reference: Kairouz, Oh and Viswanath, "The composition theorem for differential privacy", ICML
+    2015, arXiv:1311.0776.
     """
     share = (1 - confidence) / 2
     fpr = _clopper_pearson(np.asarray(false_positives), without, share)

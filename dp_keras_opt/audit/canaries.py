@@ -14,13 +14,9 @@ from keras import tree
 
 from dp_keras_opt.accounting import Ledger
 from dp_keras_opt.audit.bounds import many_run_bound, membership_auc, one_run_bound
-from dp_keras_opt.clipping import Batch
-from dp_keras_opt.clipping.clipped_sum import (
-    clip_factor,
-    clip_groups,
-    norms_by_group,
-    per_example_gradients,
-)
+from dp_keras_opt.clipping import Batch, clip_groups
+from dp_keras_opt.clipping.book_keeping import per_example_gradients
+from dp_keras_opt.clipping.clipped_sum import clip_factor, norms_by_group
 from dp_keras_opt.data import poisson_batches
 from dp_keras_opt.types import Accountant
 
@@ -99,21 +95,22 @@ def inclusion_estimates(
         (estimates, stds of the noise in them), both (releases, canaries).
     """
     optimizer = model.optimizer
-    _, _, factors = per_example_gradients(model, canaries, model._plan(canaries))
+    engines = model.engines(canaries)
+    _, _, gradients = per_example_gradients(model, canaries, model.per_example_losses, engines)
     estimates, stds = [], []
     for part, answer in zip(optimizer.releases, released, strict=True):
         query = queries[part.query]
         if part.is_public or query.square:
             continue
         groups = clip_groups(model, query)
-        norms = norms_by_group(query, factors, groups, canaries.rows)
-        lengths = norms_by_group(query._replace(norm="l2"), factors, groups, canaries.rows)
-        scale = query.scale or [1.0] * len(factors)
-        inner = power = tf.zeros([canaries.rows])
+        norms = norms_by_group(query, gradients, groups, canaries.num_rows)
+        lengths = norms_by_group(query._replace(norm="l2"), gradients, groups, canaries.num_rows)
+        scale = query.scale or [1.0] * len(gradients)
+        inner = power = tf.zeros([canaries.num_rows])
         for norm, length, (indices, bound) in zip(norms, lengths, groups, strict=True):
             clip = clip_factor(norm, bound, query)
-            used = [i for i in indices if factors[i] is not None]
-            inner += clip * sum(factors[i].inner(scale[i] * answer.value[i]) for i in used)
+            used = [i for i in indices if gradients[i] is not None]
+            inner += clip * sum(gradients[i].inner(scale[i] * answer.value[i]) for i in used)
             power += (clip * length) ** 2
         size = optimizer.batch_size
         estimates.append(size * tf.math.divide_no_nan(inner, power))
@@ -136,7 +133,9 @@ def matched_filter(estimates: np.ndarray, stds: np.ndarray) -> np.ndarray:
 class _Training:
     """One model, trained again and again from the same start, with some of the canaries in."""
 
-    def __init__(self, make_model, data, canaries, replacements, batches, epochs, scores, observe):
+    def __init__(
+        self, make_model, *, data, canaries, replacements, batches, epochs, scores, observe
+    ):
         self.model = make_model()
         if self.model.steps_per_execution != 1:
             raise ValueError("An audit looks at every step: compile with steps_per_execution=1.")
@@ -170,11 +169,11 @@ class _Training:
         key = included.tobytes()
         if key not in self._made:  # slow to make, and every run draws anew from them
             self._made[key] = self.batches(self._rows(included))
-            if len({made.arrangement for made in self._made.values()}) > 1:
+            if len({made.order_seed for made in self._made.values()}) > 1:
                 raise ValueError(
                     "With and without the canary the examples are in another order, or in other "
                     "groups, which is a difference that no guarantee covers. Give `batches` one "
-                    "arrangement: fixed_order_epochs(..., arrangement=1)."
+                    "order: fixed_order_epochs(..., order_seed=1)."
                 )
         return self._made[key]
 
@@ -199,7 +198,7 @@ class _Training:
         if self._start is None:
             if not model.built:
                 model(tree.map_structure(lambda t: t[:1], self.canaries[0]))
-            model.optimizer.serve(model.trainable_variables)
+            model.optimizer.ensure_built(model.trainable_variables)
             variables = [*model.variables, *model.optimizer.variables]
             self._start = [(v, keras.ops.copy(v)) for v in variables]
         for variable, value in self._start:
@@ -238,7 +237,7 @@ def canary_audit(
     runs: int = 1,
     guesses: Sequence[float] = (1.0, 0.25, 0.0625),
     confidence: float = 0.95,
-    accountant: Accountant = "rdp",
+    accountant: Accountant = "auto",
     observe: Callable[..., tuple[tf.Tensor, tf.Tensor]] = inclusion_estimates,
     seed: int | None = None,
 ) -> AuditReport:
@@ -277,7 +276,7 @@ def canary_audit(
         guesses: for one run, which shares (0 to 1) of the coins to guess. The bound is the best
             over these and the scores, each at its share of 1 − confidence (Bonferroni).
         confidence: with this probability or more, the lower bound holds.
-        accountant: which of the ledger's to hold it against: "rdp", "pld" (tighter) or "pure".
+        accountant: which of the ledger's to hold it against: "auto", "rdp", "pld" or "pure".
         observe: what is kept of each step; see `inclusion_estimates`.
         seed: of the coins and of the canaries that are made.
 
@@ -298,7 +297,16 @@ def canary_audit(
     if runs == 1 and count < 2:
         raise ValueError("An audit by one run needs at least two canaries.")
     scores = score if isinstance(score, tuple) else (score,)
-    train = _Training(make_model, data, canaries, replacements, batches, epochs, scores, observe)
+    train = _Training(
+        make_model,
+        data=data,
+        canaries=canaries,
+        replacements=replacements,
+        batches=batches,
+        epochs=epochs,
+        scores=scores,
+        observe=observe,
+    )
     if runs == 1:
         found = _one_run(train, guesses, delta, confidence, rng)
     else:

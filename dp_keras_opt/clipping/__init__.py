@@ -1,23 +1,30 @@
 """Steps 1 and 2 of the pipeline: per-example gradients, clipped and summed."""
 
-from dp_keras_opt.clipping.clipped_sum import Batch, ClippedSums, clip_groups, clipped_sums
-from dp_keras_opt.clipping.explain import explain
-from dp_keras_opt.clipping.fix import fix
+from dp_keras_opt import deprecation
+from dp_keras_opt.clipping.batch import Batch
+from dp_keras_opt.clipping.clipped_sum import ClippedSums, clipped_sums
+from dp_keras_opt.clipping.explanation import Explanation, Served, explain
+from dp_keras_opt.clipping.groups import clip_groups  # noqa: F401  (for other rooms)
+from dp_keras_opt.clipping.normalization import fix
 from dp_keras_opt.clipping.norms import clip_fraction, per_example_norms
 from dp_keras_opt.clipping.query import Query
-from dp_keras_opt.clipping.self_check import checked_plan
-from dp_keras_opt.clipping.validation import validate
+from dp_keras_opt.clipping.self_check import checked_engines
+from dp_keras_opt.clipping.validation import Problem, problems, validate
 
 __all__ = [
     "Batch",
     "ClippedSums",
+    "Explanation",
+    "Problem",
     "Query",
-    "checked_plan",
+    "Served",
     "clip_fraction",
-    "clip_groups",
     "clipped_sums",
     "explain",
     "fix",
     "per_example_norms",
+    "problems",
     "validate",
 ]
+
+__getattr__ = deprecation.renamed_names(__name__, {"checked_plan": checked_engines})

@@ -2,62 +2,23 @@
 
 While the training step is traced, each layer that has a rule records its input and its output
 before the activation. One `tape.gradient` of the loss in those outputs then gives all that the
-rules need; no gradient of a variable is ever computed by the tape (Bu et al., "Differentially
-private optimization on large model at small cost", 2023).
+rules need; no gradient of a variable is ever computed by the tape.
+
+Reference: Bu, Wang, Zha and Karypis, "Differentially private optimization on large model at small
+cost", ICML 2023, arXiv:2210.00038.
 """
 
 import contextlib
+import functools
 import itertools
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from dp_keras_opt.clipping import per_example
-from dp_keras_opt.clipping.factors import Materialized
+from dp_keras_opt.clipping import grouped_rows, per_example
+from dp_keras_opt.clipping.batch import valid_rows
+from dp_keras_opt.clipping.factors import DenseGradients, joined
 from dp_keras_opt.clipping.layer_rules import rule_for
-
-
-class Plan(NamedTuple):
-    """Which engine serves which layer.
-
-    Attributes:
-        ruled: layers served by their rule.
-        general: layers (or the whole model) run one example at a time, vectorised.
-        sequential: whether these take the examples one after another instead.
-        splits: for each call of a `general` layer, which of its arguments have one row per example,
-            and how many times an example is repeated (`per_example.call`); filled by the
-            self-check, whose batch size nothing else in a model is likely to share. None goes by
-            the size of each argument.
-        hidden: variables that code may change which no graph shows; they must stay as they are.
-        moving: variables that every pass moves on, such as seeds and counters.
-        demoted: (layer of `general`, why a faster engine did not do) for each that was demoted.
-    """
-
-    ruled: tuple
-    general: tuple
-    sequential: bool = False
-    splits: dict | None = None
-    hidden: tuple = ()
-    moving: tuple = ()
-    demoted: tuple = ()
-
-    def demote(self, layers, model, reason):
-        """The plan with a slower engine for these layers, where theirs has failed, and why.
-
-        Instead of its rule, a layer is run one example at a time; instead of the layer alone, the
-        one around it is, and so on up to the model.
-        """
-        around = {id(c): p for p in model._flatten_layers() for c in per_example.children(p)}
-        units = [layer if layer in self.ruled else around.get(id(layer), model) for layer in layers]
-        units = [unit for unit in units if not any(_inside(unit, other) for other in units)]
-
-        def others(planned):
-            return [p for p in planned if not any(p is u or _inside(p, u) for u in units)]
-
-        ruled, general = others(self.ruled), [*others(self.general), *dict.fromkeys(units)]
-        demoted = (*self.demoted, *((unit, reason) for unit in units))
-        return self._replace(ruled=tuple(ruled), general=tuple(general), splits={}, demoted=demoted)
-
 
 _ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 
@@ -75,50 +36,74 @@ class Call(NamedTuple):
 
     Attributes:
         layer: the layer.
-        source: the tensor whose gradient is wanted.
+        source: the tensor whose gradient is wanted, with the batch as first axis.
         factors: function of that gradient that yields (variable, Factor) pairs.
-        output: a tensor of the call with the batch as first axis, to check the number of rows.
     """
 
     layer: Any
     source: Any
     factors: Any
-    output: Any
 
 
-def plan(model):
-    """Walks the model and gives each layer that owns trainable variables an engine."""
-    ruled, general = [], []
+def per_example_gradients(model, batch, per_example_loss, engines, loss_scale=1.0):
+    """The per-example gradients of every trainable variable, as factors.
 
-    def walk(layer):
-        if not layer.trainable_variables:
-            return
-        ruled_here = rule_for(layer) is not None
-        if ruled_here:
-            ruled.append(layer)
-        elif per_example.is_unit(layer):
-            general.append(layer)
-            return
-        for child in per_example.children(layer):  # of a ruled layer: an activation with weights
-            walk(child)
+    Args:
+        model: a built model.
+        batch: a `Batch`.
+        per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,).
+        engines: which engine serves which layer.
+        loss_scale: factor on the loss of the backward pass, undone in the gradients.
 
-    walk(model)
-    return Plan(tuple(dict.fromkeys(ruled)), tuple(dict.fromkeys(general)), splits={})
+    Returns:
+        (losses (B,), outputs of the model, one `Factor` or None per trainable variable); None where
+        the loss does not depend on the variable.
+    """
+    with tf.GradientTape() as tape, recording(engines, batch.num_rows) as calls:
+        y_pred = model(batch.x, training=True)
+        losses = per_example_loss(batch.y, y_pred, batch.sample_weight)
+        objective = tf.reduce_sum(_counted(losses, batch)) * loss_scale
+    deltas = tape.gradient(objective, [call.source for call in calls])
+    return losses, y_pred, _gradients(model, batch, calls, deltas, loss_scale)
 
 
-def _inside(layer, other):
-    """Whether `layer` is one of those that `other` is made of."""
-    below = other._flatten_layers(include_self=False)
-    return any(layer is part for part in below)
+def _counted(losses, batch):
+    """What the rows that some query may ask for add to the objective, 0 for padding."""
+    if batch.mask is None:
+        return losses
+    counted = valid_rows(batch, losses)
+    if batch.public is not None:
+        counted |= batch.public > 0
+    if batch.rows_per_user is not None:
+        losses *= tf.cast(grouped_rows.shares(batch.mask), losses.dtype)
+    return tf.where(counted, losses, 0.0)
+
+
+def _gradients(model, batch, calls, deltas, loss_scale):
+    """One `Factor` or None per trainable variable: the sum of those of its uses."""
+    uses = {id(variable): [] for variable in model.trainable_variables}
+    for call, delta in zip(calls, deltas, strict=True):
+        if delta is None:
+            continue
+        delta = tf.convert_to_tensor(delta)  # slices of one, where rows were gathered
+        if delta.shape[0] is None and batch.num_rows is not None:  # lost on the way, as by strings
+            delta = tf.ensure_shape(delta, (batch.num_rows, *delta.shape[1:]))
+        if delta.shape[0] != batch.num_rows:
+            reason = f"it gives {call.source.shape}, without one row for each of {batch.num_rows}"
+            raise CallFailed(call.layer, reason)
+        for variable, factor in call.factors(tf.cast(delta, tf.float32) / loss_scale):
+            if id(variable) in uses:  # frozen variables have no gradient
+                uses[id(variable)].append(factor)
+    return [functools.reduce(joined, used) if used else None for used in uses.values()]
 
 
 @contextlib.contextmanager
-def recording(plan, rows):
-    """Records the calls of the planned layers while a forward pass is traced.
+def recording(engines, num_rows):
+    """Records the calls of layers while a forward pass is traced.
 
     Args:
-        plan: which layers.
-        rows: number of rows of the batch, None if it is not static.
+        engines: which layers, and how.
+        num_rows: of the batch, None if it is not static.
 
     Yields:
         The list of `Call`s, filled by the forward pass.
@@ -128,11 +113,11 @@ def recording(plan, rows):
     """
     calls, failures = [], []
     with contextlib.ExitStack() as patches:
-        for layer in plan.ruled:
-            patches.enter_context(_patched(layer, "call", _recorder(layer, calls)))
-        for layer in plan.general:
-            recorder = _per_example_recorder(layer, calls, failures, rows, plan)
-            patches.enter_context(_patched(layer, "call", recorder))
+        for layer in engines.ruled:
+            patches.enter_context(patched(layer, "call", _recorder(layer, calls)))
+        for layer in engines.general:
+            recorder = _per_example_recorder(layer, calls, failures, num_rows, engines)
+            patches.enter_context(patched(layer, "call", recorder))
         try:
             yield calls
         except Exception as error:  # Keras replaces what is raised inside of a layer
@@ -142,8 +127,8 @@ def recording(plan, rows):
 
 
 @contextlib.contextmanager
-def _patched(layer, name, value):
-    """Shadows an attribute for a while, past Keras's attribute tracking."""
+def patched(layer, name, value):
+    """Shadows an attribute, past Keras's attribute tracking, until the end of the block."""
     shadowed = vars(layer).get(name)
     object.__setattr__(layer, name, value)
     try:
@@ -170,7 +155,7 @@ def _recorder(layer, calls):
             outputs = forward(inputs, *args, **kwargs)
             products.append(outputs)
         else:
-            with _patched(layer, "activation", activation):
+            with patched(layer, "activation", activation):
                 outputs = forward(inputs, *args, **kwargs)
         (source,) = products
         options = {k: v for k, v in kwargs.items() if k not in ("training", "mask")}
@@ -181,35 +166,35 @@ def _recorder(layer, calls):
             except _ERRORS as error:
                 raise CallFailed(layer, error) from error
 
-        calls.append(Call(layer, source, factors, source))
+        calls.append(Call(layer, source, factors))
         return outputs
 
     return call
 
 
-def _per_example_recorder(layer, calls, failures, rows, plan):
+def _per_example_recorder(layer, calls, failures, num_rows, engines):
     forward, numbers = layer.call, itertools.count()
 
     def call(*args, **kwargs):
         try:
-            batched, repeats = per_example.arguments_with_rows(layer, rows, args, kwargs), None
+            batched, repeats = per_example.arguments_with_rows(layer, num_rows, args, kwargs), None
             number = id(layer), next(numbers)
-            if plan.splits is not None:
-                batched, repeats = plan.splits.get(number, (batched, None))
+            if engines.splits is not None:
+                batched, repeats = engines.splits.get(number, (batched, None))
             outputs, copies, repeats = per_example.call(
-                layer, forward, rows, args, kwargs, batched, plan.sequential, repeats
+                layer, forward, num_rows, args, kwargs, batched, engines.sequential, repeats
             )
-            if plan.splits is not None:
-                plan.splits[number] = batched, repeats
+            if engines.splits is not None:
+                engines.splits[number] = batched, repeats
         except _ERRORS as error:
             failures.append(CallFailed(layer, error))
             raise
         for variable, copy in copies:
 
             def factors(g, variable=variable):
-                return [(variable, Materialized(g))]
+                return [(variable, DenseGradients(g))]
 
-            calls.append(Call(layer, copy, factors, copy))
+            calls.append(Call(layer, copy, factors))
         return outputs
 
     return call

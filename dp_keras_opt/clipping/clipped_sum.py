@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from dp_keras_opt.clipping import book_keeping, per_example, users
+from dp_keras_opt import deprecation
+from dp_keras_opt.clipping.batch import Batch, valid_rows
+from dp_keras_opt.clipping.book_keeping import per_example_gradients
+from dp_keras_opt.clipping.engines import Engines, engines_for
 from dp_keras_opt.clipping.factors import rounding
-
-if TYPE_CHECKING:
-    from dp_keras_opt.clipping.query import Query
-
-
-class Batch(NamedTuple):
-    """The rows of one physical batch.
-
-    Attributes:
-        x, y: inputs and targets, any structure of tensors with one row per example.
-        sample_weight: None, or weights that multiply each example's loss before clipping.
-        mask: None, or a boolean (B,): False for padding, which contributes exactly zero, and for
-            public rows. If it is (B/K, K) instead, each K consecutive rows are those of one user,
-            who is clipped as one (`clipping/users.py`).
-        public: None, or float32 (B,): for rows declared public, one over their number in the
-            logical batch; 0 for all others.
-    """
-
-    x: Any
-    y: Any
-    sample_weight: Any = None
-    mask: Any = None
-    public: Any = None
-
-    @property
-    def rows(self) -> int | None:
-        """Number of rows where it is static, else None."""
-        return tf.nest.flatten(self.x)[0].shape[0]
-
-    @property
-    def rows_per_user(self) -> int | None:
-        """K where each K consecutive rows are clipped as one, None where each row is."""
-        by_row = self.mask is None or self.mask.shape.rank == 1
-        return None if by_row else int(self.mask.shape[1])  # never by row because K is unknown
+from dp_keras_opt.clipping.grouped_rows import PerUnit
+from dp_keras_opt.clipping.groups import clip_groups
+from dp_keras_opt.clipping.query import Query
 
 
 class ClippedSums(NamedTuple):
@@ -68,22 +37,31 @@ class ClippedSums(NamedTuple):
     non_finite: Any
 
 
+@deprecation.renamed_arguments(plan="engines")
 def clipped_sums(
     model: keras.Model,
     batch: Batch | tuple[Any, ...],
     queries: Sequence[Query],
-    plan: book_keeping.Plan | None = None,
+    engines: Engines | None = None,
     loss_scale: float = 1.0,
+    *,
+    per_example_loss: Callable[..., tf.Tensor] | None = None,
 ) -> ClippedSums:
-    """One forward pass, one backward pass, one clipped sum per query (spec: core.md, steps 1-3).
+    """One forward pass, one backward pass, one clipped sum per query.
+
+    For a query of geometry s and bound C it is Σ_i clip(s ⊙ g_i; C) over the rows (or users) i with
+    their gradients g_i, where clip(v; C) = v·min(1, C/‖v‖): computed as s ⊙ Σ_i w_i g_i with
+    w_i = min(1, C/‖s ⊙ g_i‖), so that no gradient of a single row need be written down.
 
     Args:
-        model: a built and compiled `DPModel`.
+        model: a built model.
         batch: a `Batch`, or a tuple (x, y) or (x, y, sample_weight).
         queries: tuple of `Query`.
-        plan: which engine serves which layer, by default the one found by walking the model.
+        engines: which engine serves which layer, by default those found by walking the model.
         loss_scale: factor on the loss that keeps float16 gradients from vanishing; undone before
             the norm is taken.
+        per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,), each of
+            its own row alone; by default the compiled loss of a `DPModel`.
 
     Returns:
         `ClippedSums`.
@@ -92,125 +70,98 @@ def clipped_sums(
     most its `clip_norm` in the geometry of the query, up to float32 rounding, whatever the row
     holds (NaN and infinities included). With a mask (users, K) this holds for all rows of one user
     together. Public rows belong to no user, and are answered for row by row.
+
+    Reference: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning with
+    differential privacy", CCS 2016, doi:10.1145/2976749.2978318, arXiv:1607.00133, Algorithm 1.
     """
     batch = Batch(*tf.nest.map_structure(_tensor, tuple(batch)))
-    plan = plan or book_keeping.plan(model)
-    losses, y_pred, factors = per_example_gradients(model, batch, plan, loss_scale)
-    rows = private = losses, _valid(losses, batch), factors
+    loss, engines = per_example_loss or model.per_example_losses, engines or engines_for(model)
+    losses, y_pred, gradients = per_example_gradients(model, batch, loss, engines, loss_scale)
+    per_row = per_unit = PerUnit(losses, valid_rows(batch, losses), gradients)
     if batch.rows_per_user is not None:
-        private = users.of_users(losses, batch.mask, factors)
+        per_unit = per_row.grouped(batch.mask)
     sums, non_finite = [], 0
     for query in queries:
         groups = clip_groups(model, query)
-        unit_losses, valid, factors = rows if query.rows == "public" else private
-        norms = norms_by_group(query, factors, groups, tf.shape(unit_losses)[0])
-        finite = tf.reduce_all(tf.math.is_finite([unit_losses, *norms]), axis=0)
-        if query.rows == "public":
-            weights = [tf.where(finite, batch.public, 0.0)] * len(factors)
+        if query.population == "public":
+            total = _public_mean(query, groups, per_row, batch.public, model.trainable_variables)
         else:
-            weights = [None] * len(factors)
-            for norm, (indices, bound) in zip(norms, groups, strict=True):
-                weight = tf.where(finite & valid, clip_factor(norm, bound, query), 0.0)
-                for index in indices:
-                    weights[index] = weight
-            non_finite = tf.reduce_sum(tf.cast(valid & ~finite, tf.int64))
-        total = _answer(query, model.trainable_variables, factors, weights, finite)
-        if query.scale is not None:
-            power = 2 if query.square else 1
-            total = [t * s**power for t, s in zip(total, query.scale, strict=True)]
+            total, non_finite = _clipped_sum(query, groups, per_unit, model.trainable_variables)
         sums.append(total)
     return ClippedSums(sums, losses, y_pred, non_finite)
 
 
-def _answer(query, variables, factors, weights, finite):
-    """What the query sums over the examples, those that are not finite left out."""
+def _clipped_sum(query, groups, units, variables):
+    """(Σ_i clip(s ⊙ g_i; C) over the valid units i, how many of them are not finite)."""
+    norms, finite = _norms(query, groups, units)
+    weights = [None] * len(variables)
+    for norm, (indices, bound) in zip(norms, groups, strict=True):
+        weight = tf.where(units.valid & finite, clip_factor(norm, bound, query), 0.0)
+        for index in indices:
+            weights[index] = weight
+    total = _weighted_sum(query, units.gradients, weights, finite, variables)
+    return total, tf.reduce_sum(tf.cast(units.valid & ~finite, tf.int64))
 
-    def answer(keep):
-        kept = [None if f is None else keep(f) for f in factors]
+
+def _public_mean(query, groups, rows, shares, variables):
+    """The mean of s ⊙ g_i over the public rows i, whose `shares` are one over their number."""
+    _, finite = _norms(query, groups, rows)
+    weights = [tf.where(finite, shares, 0.0)] * len(variables)
+    return _weighted_sum(query, rows.gradients, weights, finite, variables)
+
+
+def _norms(query, groups, units):
+    """(the norms by group, which units have finite ones and a finite loss), each (units,)."""
+    norms = norms_by_group(query, units.gradients, groups, tf.shape(units.losses)[0])
+    return norms, tf.reduce_all(tf.math.is_finite([units.losses, *norms]), axis=0)
+
+
+def _weighted_sum(query, gradients, weights, finite, variables):
+    """s ⊙ Σ_i w_i g_i, or what else the query sums, over the units that are finite."""
+
+    def summed(gradients):
         if query.directions is not None:
-            return _second_moment_products(query.directions, kept, weights[0])
-        return [
-            tf.zeros(variable.shape)
-            if f is None
-            else f.weighted_sum_of_squares(w)
-            if query.square
-            else f.weighted_sum(w)
-            for f, w, variable in zip(kept, weights, variables, strict=True)
-        ]
+            return _second_moment_products(query.directions, gradients, weights[0])
+        return [one(*each) for each in zip(gradients, weights, variables, strict=True)]
+
+    def one(g, w, variable):
+        if g is None:
+            return tf.zeros(variable.shape)
+        return g.weighted_sum_of_squares(w) if query.square else g.weighted_sum(w)
+
+    def without_others():
+        return summed([g and g.keep(finite) for g in gradients])
 
     # Zeroing rows costs a pass over all that was recorded, and is rarely needed.
-    return tf.cond(
-        tf.reduce_all(finite), lambda: answer(lambda f: f), lambda: answer(lambda f: f.keep(finite))
-    )
+    total = tf.cond(tf.reduce_all(finite), lambda: summed(gradients), without_others)
+    if query.scale is None:
+        return total
+    power = 2 if query.square else 1
+    return [t * s**power for t, s in zip(total, query.scale, strict=True)]
 
 
-def _second_moment_products(directions, factors, weights):
-    """Σ_i weights_i · p_i⟨p_i, v⟩ for each direction v, p_i the gradient of all variables."""
+def _second_moment_products(directions, gradients, weights):
+    """Σ_i w_i · p_i⟨p_i, v⟩ for each direction v, p_i the gradient of all variables."""
 
     def product(direction):
-        pairs = list(zip(factors, direction, strict=True))
-        inner = sum((f.inner(v) for f, v in pairs if f is not None), tf.zeros_like(weights))
+        pairs = list(zip(gradients, direction, strict=True))
+        inner = sum((g.inner(v) for g, v in pairs if g is not None), tf.zeros_like(weights))
         inner = tf.where(weights > 0, weights * inner, 0.0)  # that of another row may be NaN
-        return [tf.zeros_like(v) if f is None else f.weighted_sum(inner) for f, v in pairs]
+        return [tf.zeros_like(v) if g is None else g.weighted_sum(inner) for g, v in pairs]
 
     return tf.map_fn(product, list(directions))
 
 
-def clip_groups(model: keras.Model, query: Query) -> list[tuple[Sequence[int], Any]]:
-    """Which variables are clipped together, and to what bound.
-
-    Returns:
-        A list of (indices into `model.trainable_variables`, bound C_l).
-
-    Raises:
-        ValueError: proportions are given, and not for exactly the layers that are trained.
-    """
-    variables = model.trainable_variables
-    if query.style == "flat" or query.rows == "public":
-        return [(range(len(variables)), query.clip_norm)]
-    by_layer = variables_by_layer(model)
-    shares = dict.fromkeys(by_layer, 1.0) if query.style == "per_layer" else query.style
-    if set(shares) != set(by_layer):
-        raise ValueError(
-            f"clipping={query.style!r} must name exactly the layers that are trained: "
-            f"{sorted(by_layer)}."
-        )
-    whole = sum(shares.values()) if query.norm == "l1" else math.hypot(*shares.values())
-    index = {id(variable): place for place, variable in enumerate(variables)}
-    return [
-        ([index[id(v)] for v in owned], query.clip_norm * (shares[name] / whole))
-        for name, owned in by_layer.items()
-    ]
-
-
-def variables_by_layer(model):
-    """The trainable variables of each layer that owns some, by the layer's name.
-
-    A variable of several layers belongs to the first. Layers of equal names are told apart by the
-    path of their variables, and by a number where that is the same, too.
-    """
-    owners, seen = {}, set()
-    for layer in model._flatten_layers():
-        below = {id(v) for child in per_example.children(layer) for v in child.trainable_variables}
-        owned = [v for v in layer.trainable_variables if id(v) not in below | seen]
-        seen.update(id(v) for v in owned)
-        if owned:
-            path = owned[0].path.rpartition("/")[0]
-            names = itertools.chain([layer.name, path], (f"{path}_{k}" for k in itertools.count(2)))
-            owners[next(name for name in names if name not in owners)] = owned
-    return owners
-
-
-def norms_by_group(query, factors, groups, rows):
-    """The norm (B,) of each example's gradient of the variables of each group, in its geometry."""
-    scales = query.scale if query.scale is not None else [None] * len(factors)
+def norms_by_group(query, gradients, groups, num_units):
+    """The norm (units,) of each unit's gradient of the variables of each group, in its geometry."""
+    scales = query.scale if query.scale is not None else [None] * len(gradients)
 
     def norm(indices):
-        used = [(factors[i], scales[i]) for i in indices if factors[i] is not None]
+        used = [(gradients[i], scales[i]) for i in indices if gradients[i] is not None]
         if query.norm == "l1":
-            return sum((factor.l1_norm(scale) for factor, scale in used), tf.zeros([rows]))
-        squares = (factor.squared_norm(scale) for factor, scale in used)
-        return tf.sqrt(sum(squares, tf.zeros([rows])))
+            return sum((g.l1_norm(scale) for g, scale in used), tf.zeros([num_units]))
+        squares = (g.squared_norm(scale) for g, scale in used)
+        return tf.sqrt(sum(squares, tf.zeros([num_units])))
 
     return [norm(indices) for indices, _ in groups]
 
@@ -223,57 +174,5 @@ def clip_factor(norm, bound, query):
     return tf.minimum(1.0, bound / norm)
 
 
-def per_example_gradients(model, batch, plan, loss_scale=1.0):
-    """The per-example gradients of every trainable variable, as factors.
-
-    Returns:
-        (losses (B,), outputs of the model, one Factor or None per trainable variable); None where
-        the loss does not depend on the variable.
-    """
-    with tf.GradientTape() as tape, book_keeping.recording(plan, batch.rows) as calls:
-        y_pred = model(batch.x, training=True)
-        losses = model.per_example_losses(batch.y, y_pred, batch.sample_weight)
-        objective = tf.reduce_sum(_counted(losses, batch)) * loss_scale
-    deltas = tape.gradient(objective, [call.source for call in calls])
-    return losses, y_pred, _factors(model, batch, calls, deltas, loss_scale)
-
-
-def _valid(losses, batch):
-    """Which rows are private and no padding, (B,)."""
-    return tf.fill(tf.shape(losses), True) if batch.mask is None else tf.reshape(batch.mask, [-1])
-
-
-def _counted(losses, batch):
-    """What the rows that some query may ask for add to the objective, 0 for padding."""
-    if batch.mask is None:
-        return losses
-    rows = _valid(losses, batch)
-    if batch.public is not None:
-        rows |= batch.public > 0
-    if batch.rows_per_user is not None:
-        losses *= tf.cast(users.shares(batch.mask), losses.dtype)
-    return tf.where(rows, losses, 0.0)
-
-
 def _tensor(value):
     return None if value is None else tf.convert_to_tensor(value)
-
-
-def _factors(model, batch, calls, deltas, loss_scale):
-    uses = {id(variable): [] for variable in model.trainable_variables}
-    for call, delta in zip(calls, deltas, strict=True):
-        if delta is None:
-            continue
-        delta = tf.convert_to_tensor(delta)  # slices of one, where rows were gathered
-        if delta.shape[0] is None and batch.rows is not None:  # lost on the way, as by strings
-            delta = tf.ensure_shape(delta, (batch.rows, *delta.shape[1:]))
-        if delta.shape[0] != batch.rows:
-            reason = f"it gives {call.output.shape}, without one row for each of {batch.rows}"
-            raise book_keeping.CallFailed(call.layer, reason)
-        for variable, factor in call.factors(tf.cast(delta, tf.float32) / loss_scale):
-            if id(variable) in uses:  # frozen variables have no gradient
-                uses[id(variable)].append(factor)
-    return [
-        functools.reduce(lambda a, b: a.join(b), uses[id(v)]) if uses[id(v)] else None
-        for v in model.trainable_variables
-    ]

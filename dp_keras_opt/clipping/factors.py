@@ -67,8 +67,8 @@ class Factor(abc.ABC):
         return tf.tensordot(gradients, direction, gradients.shape.rank - 1)
 
     @abc.abstractmethod
-    def keep(self, rows):
-        """The same gradients with those of examples where the boolean `rows` (B,) is False zeroed.
+    def keep(self, valid):
+        """The same gradients with those of examples where the boolean `valid` (B,) is False zeroed.
 
         Multiplying a NaN by a weight of zero would leave a NaN.
         """
@@ -77,12 +77,14 @@ class Factor(abc.ABC):
     def materialize(self):
         """The per-example gradients themselves, (B, *shape)."""
 
-    def join(self, other):
-        """The sum of the gradients of two uses of the same variable, as one factor."""
-        return Materialized(self.materialize() + other.materialize())
+    def grouped(self, size):
+        """The sums of the gradients of each `size` consecutive rows, as one factor of B/size."""
+        gradients = self.materialize()
+        parts = tf.reshape(gradients, (-1, size, *gradients.shape[1:]))
+        return DenseGradients(tf.reduce_sum(parts, axis=1))
 
 
-class Materialized(Factor):
+class DenseGradients(Factor):
     """The gradients themselves: for biases, scales, and layers without a rule.
 
     Args:
@@ -98,14 +100,14 @@ class Materialized(Factor):
     def weighted_sum(self, weights):
         return tf.tensordot(weights, self.gradients, 1)
 
-    def keep(self, rows):
-        return Materialized(_keep(self.gradients, rows))
+    def keep(self, valid):
+        return DenseGradients(_keep(self.gradients, valid))
 
     def materialize(self):
         return self.gradients
 
 
-class Outer(Factor):
+class OuterProducts(Factor):
     """Sums of outer products, Σ_t inputs_t ⊗ deltas_t: dense layers and convolutions.
 
     Args:
@@ -131,7 +133,7 @@ class Outer(Factor):
         return groups, positions, inputs, outputs
 
     @property
-    def _form(self):
+    def form(self):
         """How the entries stand for those of the variable: equal where two uses can be joined."""
         groups, _, inputs, outputs = self._sizes
         return self.layout, self.order, (groups, inputs, outputs)
@@ -261,11 +263,11 @@ class Outer(Factor):
         products = _through(self.inputs, self._as_matrix(direction))
         return tf.reduce_sum(products * self.deltas, axis=(1, 2, 3))
 
-    def keep(self, rows):
-        inputs, deltas = _keep(self.inputs, rows), _keep(self.deltas, rows)
-        kept = Outer(inputs, deltas, self.shape, self.layout, self.order)
+    def keep(self, valid):
+        inputs, deltas = _keep(self.inputs, valid), _keep(self.deltas, valid)
+        kept = OuterProducts(inputs, deltas, self.shape, self.layout, self.order)
         if self._gradients is not None:
-            kept._gradients = _keep(self._gradients, rows)
+            kept._gradients = _keep(self._gradients, valid)
         return kept
 
     def materialize(self):
@@ -276,17 +278,12 @@ class Outer(Factor):
         gradients = tf.transpose(gradients, (0, *(axis + 1 for axis in self.order)))
         return tf.reshape(gradients, (-1, *self.shape))
 
-    def join(self, other):
-        if isinstance(other, Rows) and self._form == (self.shape, (0, 1), (1, *self.shape)):
-            return RowsAndOuter(other, self)
-        if not isinstance(other, Outer) or self._form != other._form:
-            return super().join(other)
-        inputs = tf.concat([self.inputs, other.inputs], axis=2)
-        deltas = tf.concat([self.deltas, other.deltas], axis=2)
-        return Outer(inputs, deltas, self.shape, self.layout, self.order)
+    def grouped(self, size):
+        inputs, deltas = _merged(self.inputs, size, 2), _merged(self.deltas, size, 2)
+        return OuterProducts(inputs, deltas, self.shape, self.layout, self.order)
 
 
-class Rows(Factor):
+class Lookup(Factor):
     """Gradients that touch few rows of a table: embeddings.
 
     Args:
@@ -336,50 +333,47 @@ class Rows(Factor):
     def inner(self, direction):
         return tf.reduce_sum(tf.gather(direction, self.ids) * self.deltas, axis=(1, 2))
 
-    def _scatter(self, rows):
-        rows = tf.reshape(rows, (-1, self.shape[1]))
-        return tf.math.unsorted_segment_sum(rows, tf.reshape(self.ids, (-1,)), self.shape[0])
+    def _scatter(self, values):
+        values = tf.reshape(values, (-1, self.shape[1]))
+        return tf.math.unsorted_segment_sum(values, tf.reshape(self.ids, (-1,)), self.shape[0])
 
-    def keep(self, rows):
-        return Rows(self.ids, _keep(self.deltas, rows), self.shape)
+    def keep(self, valid):
+        return Lookup(self.ids, _keep(self.deltas, valid), self.shape)
 
     def materialize(self):
         return tf.matmul(tf.one_hot(self.ids, self.shape[0]), self.deltas, transpose_a=True)
 
-    def join(self, other):
-        if isinstance(other, Outer):
-            return other.join(self)
-        if not isinstance(other, Rows):
-            return super().join(other)
-        ids = tf.concat([self.ids, tf.cast(other.ids, self.ids.dtype)], axis=1)
-        return Rows(ids, tf.concat([self.deltas, other.deltas], axis=1), self.shape)
+    def grouped(self, size):
+        return Lookup(_merged(self.ids, size, 1), _merged(self.deltas, size, 1), self.shape)
 
 
-class RowsAndOuter(Factor):
+class TiedTable(Factor):
     """An embedding whose table is also the output projection: a look-up plus a matrix product.
 
     Args:
-        rows: `Rows` of the look-ups.
-        outer: `Outer` with inputs (B, 1, T, V) and deltas (B, 1, T, D), of the projection.
+        lookup: `Lookup` of the look-ups.
+        products: `OuterProducts` of the projection, with inputs (B, 1, T, V) and deltas
+            (B, 1, T, D).
     """
 
-    def __init__(self, rows, outer):
-        self.rows = rows
-        self.outer = outer
+    def __init__(self, lookup, products):
+        self.lookup = lookup
+        self.products = products
 
     def squared_norm(self, scale=None):
-        rows, outer = self.rows.squared_norm(scale), self.outer.squared_norm(scale)
-        total = tf.maximum(rows + outer + 2 * self._cross(scale), 0.0)
-        return _with_rounding(total, tf.sqrt(tf.stack([rows, outer], axis=1)), products=True)
+        lookup, products = self.lookup.squared_norm(scale), self.products.squared_norm(scale)
+        total = tf.maximum(lookup + products + 2 * self._cross(scale), 0.0)
+        return _with_rounding(total, tf.sqrt(tf.stack([lookup, products], axis=1)), products=True)
 
     def l1_norm(self, scale=None):
-        uses = (self.rows, self.outer)
+        uses = (self.lookup, self.products)
         return super().l1_norm(scale) + sum(use.l1_rounding(scale) for use in uses)
 
     def _cross(self, scale):
         """⟨scale ⊙ look-ups, scale ⊙ projection⟩ for each example, through the rows looked up."""
-        ids, looked_up, deltas = self.rows.ids, self.rows.deltas, self.outer.deltas[:, 0]
-        at_ids = tf.gather(self.outer.inputs[:, 0], ids, axis=2, batch_dims=1)  # (B, T, looked up)
+        ids, looked_up, deltas = self.lookup.ids, self.lookup.deltas, self.products.deltas[:, 0]
+        # (B, T, looked up)
+        at_ids = tf.gather(self.products.inputs[:, 0], ids, axis=2, batch_dims=1)
         if scale is not None:  # its square leaves the range of float32
             looked_up, deltas, at_ids, scale = (
                 tf.cast(part, tf.float64) for part in (looked_up, deltas, at_ids, scale)
@@ -389,22 +383,40 @@ class RowsAndOuter(Factor):
         return tf.cast(tf.reduce_sum(at_ids * products, axis=(1, 2)), tf.float32)
 
     def weighted_sum(self, weights):
-        return self.rows.weighted_sum(weights) + self.outer.weighted_sum(weights)
+        return self.lookup.weighted_sum(weights) + self.products.weighted_sum(weights)
 
     def inner(self, direction):
-        return self.rows.inner(direction) + self.outer.inner(direction)
+        return self.lookup.inner(direction) + self.products.inner(direction)
 
-    def keep(self, rows):
-        return RowsAndOuter(self.rows.keep(rows), self.outer.keep(rows))
+    def keep(self, valid):
+        return TiedTable(self.lookup.keep(valid), self.products.keep(valid))
 
     def materialize(self):
-        return self.rows.materialize() + self.outer.materialize()
+        return self.lookup.materialize() + self.products.materialize()
 
-    def join(self, other):
-        if isinstance(other, Rows):
-            return RowsAndOuter(self.rows.join(other), self.outer)
-        joined = self.outer.join(other)
-        return RowsAndOuter(self.rows, joined) if type(joined) is Outer else super().join(other)
+    def grouped(self, size):
+        return TiedTable(self.lookup.grouped(size), self.products.grouped(size))
+
+
+def joined(one, other):
+    """The sum of the gradients of two uses of the same variable, as one factor."""
+    match one, other:
+        case Lookup(), Lookup():
+            ids = tf.concat([one.ids, tf.cast(other.ids, one.ids.dtype)], axis=1)
+            return Lookup(ids, tf.concat([one.deltas, other.deltas], axis=1), one.shape)
+        case OuterProducts(), OuterProducts() if one.form == other.form:
+            inputs = tf.concat([one.inputs, other.inputs], axis=2)
+            deltas = tf.concat([one.deltas, other.deltas], axis=2)
+            return OuterProducts(inputs, deltas, one.shape, one.layout, one.order)
+        case OuterProducts(), Lookup() if one.form == (one.shape, (0, 1), (1, *one.shape)):
+            return TiedTable(other, one)
+        case Lookup(), OuterProducts():
+            return joined(other, one)
+        case TiedTable(), Lookup():
+            return TiedTable(joined(one.lookup, other), one.products)
+        case TiedTable(), OuterProducts() if one.products.form == other.form:
+            return TiedTable(one.lookup, joined(one.products, other))
+    return DenseGradients(one.materialize() + other.materialize())
 
 
 def sizes_of(tensor):
@@ -460,5 +472,14 @@ def _with_rounding(squared_norm, terms, products=False):
     return tf.square(tf.sqrt(squared_norm) + relative * total)
 
 
-def _keep(tensor, rows):
-    return tf.where(tf.reshape(rows, (-1,) + (1,) * (tensor.shape.rank - 1)), tensor, 0.0)
+def _keep(tensor, valid):
+    return tf.where(tf.reshape(valid, (-1,) + (1,) * (tensor.shape.rank - 1)), tensor, 0.0)
+
+
+def _merged(tensor, size, axis):
+    """(B·size, ...) as (B, ...): what stood in `size` consecutive rows stands along `axis`."""
+    _, *sizes = sizes_of(tensor)
+    split = tf.reshape(tensor, (-1, size, *sizes))
+    last = range(axis + 1, len(sizes) + 2)
+    sizes[axis - 1] *= size
+    return tf.reshape(tf.transpose(split, (0, *range(2, axis + 1), 1, *last)), (-1, *sizes))

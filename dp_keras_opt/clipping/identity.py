@@ -7,18 +7,8 @@ from typing import Any
 
 import keras
 
-#: What `compile`, `fit`, `evaluate` and `predict` set on a model.
-_OF_RUNS = {
-    "_compile_loss",
-    "_compile_metrics",
-    "_loss_tracker",
-    "predict_function",
-    "stop_evaluating",
-    "stop_predicting",
-    "stop_training",
-    "test_function",
-    "train_function",
-}
+from dp_keras_opt._keras import SET_BY_RUNS, TRAINABLE, layers_of
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -30,26 +20,29 @@ class Identity:
     held weakly.
     """
 
-    def __init__(self, model: keras.Model, objective: Any) -> None:
+    def __init__(
+        self, model: keras.Model, objective: Any, ignored: frozenset[str] = frozenset()
+    ) -> None:
         """
         Args:
-            model: a `DPModel`, of whose attributes those count that it was not born with.
+            model: a `DPModel`.
             objective: a structure of all else, such as losses and options of `compile`.
+            ignored: names of its attributes that do not count, such as those that all models have.
         """
-        others = _OF_RUNS | model._born_with
+        self._ignored = ignored | SET_BY_RUNS
         paths = keras.tree.flatten_with_path(objective)
         self._parts = [(path, _held(leaf)) for path, leaf in paths]
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             self._parts += [(None, _held(layer)), (None, layer.compute_dtype)]
             for name, value in sorted(vars(layer).items()):
-                if name == "_trainable" or (layer is model and name in others):
+                if name == TRAINABLE or (layer is model and name in self._ignored):
                     continue
                 if isinstance(value, _PLAIN) or callable(value):
                     self._parts.append((name, _held(value)))
 
     def is_that_of(self, model: keras.Model, objective: Any) -> bool:
         """Whether this model and objective would be checked in the same way."""
-        others = Identity(model, objective)._parts
+        others = Identity(model, objective, self._ignored)._parts
         return len(others) == len(self._parts) and all(map(_same, self._parts, others))
 
 

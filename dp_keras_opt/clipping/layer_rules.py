@@ -13,7 +13,8 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from dp_keras_opt.clipping.factors import Materialized, Outer, Rows, sizes_of
+from dp_keras_opt._keras import is_rematerialized
+from dp_keras_opt.clipping.factors import DenseGradients, Lookup, OuterProducts, sizes_of
 from dp_keras_opt.clipping.patches import channels_last, convolution_patches, depthwise_gradients
 
 _RULES = {}
@@ -47,9 +48,7 @@ def rule(*layer_classes, when=lambda layer: True):
 def rule_for(layer):
     """The rule of this layer, or None."""
     found = _RULES.get(type(layer))
-    plain = getattr(layer, "quantization_mode", None) is None and not getattr(
-        layer, "_remat_mode", None
-    )
+    plain = getattr(layer, "quantization_mode", None) is None and not is_rematerialized(layer)
     return found if found is not None and plain and found.when(layer) else None
 
 
@@ -73,7 +72,8 @@ def _sum_to(tensor, shape):
         for axis, size in enumerate(padded, 1)
         if size == 1 and (axis <= len(padded) - len(shape) or tensor.shape[axis] != 1)
     ]
-    return Materialized(tf.reshape(tf.reduce_sum(tensor, axis=axes), (sizes_of(tensor)[0], *shape)))
+    total = tf.reduce_sum(tensor, axis=axes)
+    return DenseGradients(tf.reshape(total, (sizes_of(tensor)[0], *shape)))
 
 
 def _bias(layer, deltas):
@@ -94,15 +94,14 @@ def _flat(tensor):
 def dense(layer, deltas, inputs):
     """kernel Σ a ⊗ b, bias Σ b; a LoRA-enabled kernel is K + s·A·B with K frozen."""
     if _has_no_lora(layer):
-        yield layer.kernel, Outer(_flat(inputs), _flat(deltas), layer.kernel.shape)
+        yield layer.kernel, OuterProducts(_flat(inputs), _flat(deltas), layer.kernel.shape)
     else:
         a, b, scaled = _lora(layer.lora_kernel_a, layer.lora_kernel_b, layer, deltas)
         inputs = tf.cast(inputs, tf.float32)
-        yield (
-            layer.lora_kernel_a,
-            Outer(_flat(inputs), _flat(tf.tensordot(scaled, b, [[-1], [1]])), a.shape),
-        )
-        yield layer.lora_kernel_b, Outer(_flat(tf.tensordot(inputs, a, 1)), _flat(scaled), b.shape)
+        low = _flat(tf.tensordot(scaled, b, [[-1], [1]]))
+        yield layer.lora_kernel_a, OuterProducts(_flat(inputs), low, a.shape)
+        low = _flat(tf.tensordot(inputs, a, 1))
+        yield layer.lora_kernel_b, OuterProducts(low, _flat(scaled), b.shape)
     yield from _bias(layer, deltas)
 
 
@@ -184,7 +183,7 @@ def _einsum_factor(equation, inputs, deltas, shape):
 
     sizes = dict(zip(kernel, shape, strict=True))
     grouped = groups + ins + outs
-    return Outer(
+    return OuterProducts(
         arranged(inputs, source, ins),
         arranged(deltas, output, outs),
         shape,
@@ -208,11 +207,11 @@ def embedding(layer, deltas, inputs):
     ids = _ids(inputs, layer.input_dim)
     deltas = tf.reshape(deltas, (*sizes_of(ids), layer.output_dim))
     if _has_no_lora(layer):
-        yield layer.embeddings, Rows(ids, deltas, layer.embeddings.shape)
+        yield layer.embeddings, Lookup(ids, deltas, layer.embeddings.shape)
         return
     a, b, scaled = _lora(layer.lora_embeddings_a, layer.lora_embeddings_b, layer, deltas)
-    yield layer.lora_embeddings_a, Rows(ids, tf.tensordot(scaled, b, [[-1], [1]]), a.shape)
-    yield layer.lora_embeddings_b, Outer(_flat(tf.gather(a, ids)), _flat(scaled), b.shape)
+    yield layer.lora_embeddings_a, Lookup(ids, tf.tensordot(scaled, b, [[-1], [1]]), a.shape)
+    yield layer.lora_embeddings_b, OuterProducts(_flat(tf.gather(a, ids)), _flat(scaled), b.shape)
 
 
 if hasattr(layers, "ReversibleEmbedding"):
@@ -227,10 +226,10 @@ if hasattr(layers, "ReversibleEmbedding"):
             yield from embedding(layer, deltas, inputs)
         elif layer.tie_weights:
             shape = layer.embeddings.shape
-            yield layer.embeddings, Outer(_flat(deltas), _flat(inputs), shape)
+            yield layer.embeddings, OuterProducts(_flat(deltas), _flat(inputs), shape)
         else:
             kernel = layer.reverse_embeddings
-            yield kernel, Outer(_flat(inputs), _flat(deltas), kernel.shape)
+            yield kernel, OuterProducts(_flat(inputs), _flat(deltas), kernel.shape)
 
 
 # Convolutions: dense layers over the patches that the kernel sees.
@@ -250,7 +249,7 @@ def convolution(layer, deltas, inputs):
     grouped = tf.reshape(deltas, (rows, places, groups, filters // groups))
     grouped = tf.transpose(grouped, (0, 2, 1, 3))
     layout = (groups, size, channels, filters // groups)
-    yield layer.kernel, Outer(patches, grouped, layer.kernel.shape, layout, (1, 2, 0, 3))
+    yield layer.kernel, OuterProducts(patches, grouped, layer.kernel.shape, layout, (1, 2, 0, 3))
     yield from _bias(layer, deltas)
 
 
@@ -267,7 +266,7 @@ def transposed_convolution(layer, deltas, inputs):
     patches = convolution_patches(layer, deltas)
     rows, places, *_ = sizes_of(patches)
     patches = tf.reshape(patches, (rows, 1, places, math.prod(window) * filters))
-    yield layer.kernel, Outer(patches, _flat(inputs), layer.kernel.shape)
+    yield layer.kernel, OuterProducts(patches, _flat(inputs), layer.kernel.shape)
     yield from _bias(layer, deltas)
 
 
@@ -275,7 +274,8 @@ def transposed_convolution(layer, deltas, inputs):
 def depthwise_convolution(layer, deltas, inputs):
     """One kernel per channel: small enough to write the gradients down."""
     inputs, deltas = channels_last(layer, inputs), channels_last(layer, deltas)
-    yield layer.kernel, Materialized(depthwise_gradients(layer, inputs, deltas, layer.kernel.shape))
+    gradients = depthwise_gradients(layer, inputs, deltas, layer.kernel.shape)
+    yield layer.kernel, DenseGradients(gradients)
     yield from _bias(layer, deltas)
 
 
@@ -294,9 +294,9 @@ def separable_convolution(layer, deltas, inputs):
     )
     matrix = tf.reshape(tf.cast(pointwise.value, tf.float32), pointwise.shape[-2:])
     middle_deltas = tf.tensordot(tf.cast(deltas, tf.float32), matrix, [[-1], [1]])
-    yield pointwise, Outer(_flat(middle), _flat(deltas), pointwise.shape)
+    yield pointwise, OuterProducts(_flat(middle), _flat(deltas), pointwise.shape)
     gradients = depthwise_gradients(layer, inputs, middle_deltas, depthwise.shape)
-    yield depthwise, Materialized(gradients)
+    yield depthwise, DenseGradients(gradients)
     yield from _bias(layer, deltas)
 
 
@@ -313,7 +313,7 @@ def normalization(layer, deltas, inputs):
     def summed(tensor, shape):
         others = [axis for axis in range(1, tensor.shape.rank) if axis not in axes]
         total = tf.reduce_sum(tf.cast(tensor, tf.float32), axis=others)
-        return Materialized(tf.reshape(total, (sizes_of(tensor)[0], *shape)))
+        return DenseGradients(tf.reshape(total, (sizes_of(tensor)[0], *shape)))
 
     if gamma is not None:
         normalized = _without_weights(layer, inputs, gamma, beta)

@@ -8,15 +8,13 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from dp_keras_opt.clipping import users
-from dp_keras_opt.clipping.clipped_sum import (
-    Batch,
-    clip_groups,
-    norms_by_group,
-    per_example_gradients,
-)
+from dp_keras_opt.clipping.batch import Batch, valid_rows
+from dp_keras_opt.clipping.book_keeping import per_example_gradients
+from dp_keras_opt.clipping.clipped_sum import norms_by_group
+from dp_keras_opt.clipping.grouped_rows import PerUnit
+from dp_keras_opt.clipping.groups import clip_groups
 from dp_keras_opt.clipping.query import UNCLIPPED
-from dp_keras_opt.clipping.self_check import checked_plan
+from dp_keras_opt.clipping.self_check import checked_engines
 from dp_keras_opt.types import Norm
 
 
@@ -38,7 +36,7 @@ def per_example_norms(
             the norms of users' gradients, a `clipping.Batch` whose mask is (users, K).
         norm: "l2" or "l1".
         scale: None, or the diagonal geometry, one array per trainable variable.
-        batch_size: how many rows to process at once; of users, as many as have so many rows.
+        batch_size: how many rows to process at once; no user is cut in two.
 
     Returns:
         float32 array of one norm per row (per user; 0 for one who is all padding); NaN or infinite
@@ -66,8 +64,8 @@ def clip_fraction(model: keras.Model, batch: tuple[Any, ...], batch_size: int = 
         Padding and examples whose gradient is not finite do not count; NaN if there are no others.
     """
     optimizer, mask = model.optimizer, Batch(*batch).mask
-    optimizer.serve(model.trainable_variables)
-    query = next(query for query in optimizer.queries() if query.rows == "private")
+    optimizer.ensure_built(model.trainable_variables)
+    query = next(query for query in optimizer.queries() if query.population == "private")
     norms = _norms(model, batch, query, batch_size)
     bounds = np.asarray([bound for _, bound in clip_groups(model, query)], np.float32)
     counted = np.all(np.isfinite(norms), axis=0)
@@ -82,27 +80,28 @@ def _norms(model, batch, query, batch_size):
     batch = Batch(*batch)
     if batch.mask is not None:
         batch = batch._replace(mask=tf.cast(batch.mask, tf.bool))
-    together = batch.rows_per_user or 1
-    rows, step = len(tree.flatten(batch.x)[0]), max(1, batch_size // together) * together
-    groups = clip_groups(model, query)
-    plan, norms = None, [np.zeros((len(groups), 0), np.float32)]
-    for start in range(0, rows, step):
-        part = _part(batch, start, start + step, together)
-        plan = plan or checked_plan(model, part)
-        losses, _, factors = per_example_gradients(model, part, plan)
+    per_unit = batch.rows_per_user or 1
+    num_rows, step = len(tree.flatten(batch.x)[0]), max(1, batch_size // per_unit) * per_unit
+    groups, per_example_loss = clip_groups(model, query), model.per_example_losses
+    engines, norms = None, [np.zeros((len(groups), 0), np.float32)]
+    for start in range(0, num_rows, step):
+        part = _part(batch, start, start + step, per_unit)
+        engines = engines or checked_engines(model, part, per_example_loss=per_example_loss)
+        losses, _, gradients = per_example_gradients(model, part, per_example_loss, engines)
+        units = PerUnit(losses, valid_rows(part, losses), gradients)
         if part.rows_per_user is not None:
-            losses, _, factors = users.of_users(losses, part.mask, factors)
-        norms.append(np.stack(norms_by_group(query, factors, groups, len(losses))))
+            units = units.grouped(part.mask)
+        norms.append(np.stack(norms_by_group(query, units.gradients, groups, len(units.losses))))
     return np.concatenate(norms, axis=1)
 
 
-def _part(batch, start, stop, together):
-    """Rows of the batch, and of its mask, which may have one row for so many together."""
+def _part(batch, start, stop, per_unit):
+    """Rows of the batch, and of its mask, which has one row for each user, of `per_unit` rows."""
 
-    def rows(structure, together=1):
+    def rows(structure, per_entry=1):
         if structure is None:
             return None
-        chosen = slice(start // together, stop // together)
+        chosen = slice(start // per_entry, stop // per_entry)
         return tree.map_structure(lambda t: tf.convert_to_tensor(t[chosen]), structure)
 
-    return Batch(*map(rows, batch[:3]), rows(batch.mask, together))
+    return Batch(*map(rows, batch[:3]), rows(batch.mask, per_unit))

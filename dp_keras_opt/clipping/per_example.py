@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from dp_keras_opt._keras import layers_of, mask_of, seed_generators, set_mask
 from dp_keras_opt.clipping.graphs import operations
 
 #: Memory for per-example copies of variables, in bytes.
@@ -29,7 +30,7 @@ ONCE = (keras.layers.SpectralNormalization,)
 
 def children(layer):
     """The direct sublayers of a layer or model."""
-    return layer._flatten_layers(include_self=False, recursive=False)
+    return layers_of(layer, include_self=False, recursive=False)
 
 
 def owns_variables(layer):
@@ -50,7 +51,7 @@ def is_unit(layer):
 
 def has_loops(layer):
     """Whether the layer, or one inside it, runs others in a loop; XLA cannot vectorise that."""
-    return any(map(runs_loop, layer._flatten_layers()))
+    return any(map(runs_loop, layers_of(layer)))
 
 
 def max_rows(layers):
@@ -59,14 +60,14 @@ def max_rows(layers):
     return None if not numbers else max(1, MEMORY // (4 * numbers))
 
 
-def arguments_with_rows(layer, rows, args, kwargs):
+def arguments_with_rows(layer, num_rows, args, kwargs):
     """Places of the tensors among the flattened arguments that have one row per example.
 
     Raises:
         ValueError: there is none.
     """
     flat = tree.flatten((args, kwargs))
-    batched = [i for i, leaf in enumerate(flat) if _has_rows(leaf, rows)]
+    batched = [i for i, leaf in enumerate(flat) if _has_rows(leaf, num_rows)]
     if not batched:
         raise ValueError(
             f"Layer '{layer.name}' was called without any tensor that has one row per example, so "
@@ -75,13 +76,13 @@ def arguments_with_rows(layer, rows, args, kwargs):
     return batched
 
 
-def call(layer, forward, rows, args, kwargs, batched, sequential=False, repeats=None):
+def call(layer, forward, num_rows, args, kwargs, batched, sequential=False, repeats=None):
     """Runs `forward`, the layer's own `call`, on each example of the batch alone.
 
     Args:
         layer: the layer.
         forward: its unpatched `call`.
-        rows: number of rows of the batch, None if it is not static.
+        num_rows: of the batch, None if it is not static.
         args, kwargs: the arguments of the call.
         batched: which of them to split, as `arguments_with_rows` gives it.
         sequential: one example after another, in a loop, where XLA cannot compile a vectorised
@@ -95,7 +96,7 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False, repeats=
     """
     variables = list(layer.trainable_variables)
     flat = tree.flatten((args, kwargs))
-    count = tf.shape(flat[batched[0]])[0] if rows is None else rows
+    count = tf.shape(flat[batched[0]])[0] if num_rows is None else num_rows
     copies = [tf.repeat(tf.convert_to_tensor(v)[None], count, axis=0) for v in variables]
     structure, has_mask = [], []
 
@@ -109,7 +110,7 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False, repeats=
             outputs = forward(*one_args, **one_kwargs)
         structure[:] = [outputs]
         leaves = [leaf for leaf in tree.flatten(outputs) if leaf is not None]
-        masks = [getattr(leaf, "_keras_mask", None) for leaf in leaves]
+        masks = [mask_of(leaf) for leaf in leaves]
         has_mask[:] = [mask is not None for mask in masks]
         return [_only(t, repeats) for t in (*leaves, *masks) if t is not None]
 
@@ -122,7 +123,7 @@ def call(layer, forward, rows, args, kwargs, batched, sequential=False, repeats=
     outputs, masks = results[: len(has_mask)], iter(results[len(has_mask) :])
     for output, masked in zip(outputs, has_mask, strict=True):
         if masked:
-            output._keras_mask = next(masks)
+            set_mask(output, next(masks))
     outputs = iter(outputs)
     packed = tree.map_structure(lambda leaf: None if leaf is None else next(outputs), structure[0])
     return packed, list(zip(variables, copies, strict=True)), repeats
@@ -177,14 +178,14 @@ def _is_miscomputed(operation):
     return one.rank == 4 and one[0] != 1 and one[1] == 1 and all(d == 1 for d in other[:-2])
 
 
-def _has_rows(leaf, rows):
+def _has_rows(leaf, num_rows):
     if not tf.is_tensor(leaf) or leaf.shape.rank in (None, 0):
         return False
-    return leaf.shape[0] == rows
+    return leaf.shape[0] == num_rows
 
 
 def _advance_seeds(layer):
     # What the vectorised call assigns stays in its scope; the next step must draw another mask.
-    for part in layer._flatten_layers():
-        for generator in getattr(part, "_seed_generators", ()):
+    for part in layers_of(layer):
+        for generator in seed_generators(part):
             generator.next()

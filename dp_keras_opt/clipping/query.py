@@ -6,11 +6,13 @@ from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
+from dp_keras_opt import deprecation
 from dp_keras_opt.types import ClippingStyle, Norm
 
 
+@deprecation.renamed_fields(rows="population")
 class Query(NamedTuple):
-    """One clipped sum over the batch: geometry, bound and which rows.
+    """One clipped sum over the batch: geometry, bound and which of its rows.
 
     Attributes:
         scale: the diagonal geometry s > 0, one tensor per trainable variable; None for 1. Each
@@ -22,15 +24,18 @@ class Query(NamedTuple):
             their bounds. The bounds are such that the whole is bounded by C: √ΣC_l² = C in L2,
             ΣC_l = C in L1.
         normalize: False for clip(v) = v·min(1, C/‖v‖); True for "automatic clipping",
-            v·C/(‖v‖ + γ) (Bu et al. 2023). Both bound the norm by C.
+            v·C/(‖v‖ + γ) (the AUTO-S of the reference). Both bound the norm by C.
         gamma: the γ of automatic clipping.
         square: whether the square of each example's clipped contribution is summed instead,
             coordinate by coordinate.
-        rows: "private", the rows that the privacy guarantee covers; "public", the others: their
-            mean, neither clipped nor noised.
+        population: "private", the rows that the privacy guarantee covers; "public", the others:
+            their mean, neither clipped nor noised.
         directions: only of public rows; None, or for each trainable variable k directions
             `(k, *shape)`. The answer is then M·v for each direction v, M the public rows' mean of
             p pᵀ over their gradients p of all variables together.
+
+    Reference: Bu, Wang, Zha and Karypis, "Automatic clipping: differentially private deep learning
+    made easier and stronger", NeurIPS 2023, arXiv:2206.07136 (`normalize`).
     """
 
     scale: Sequence[Any] | None = None
@@ -40,7 +45,7 @@ class Query(NamedTuple):
     normalize: bool = False
     gamma: float = 0.01
     square: bool = False
-    rows: Literal["private", "public"] = "private"
+    population: Literal["private", "public"] = "private"
     directions: Any = None
 
     @property

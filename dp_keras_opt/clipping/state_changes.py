@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt._keras import layers_of, own_metrics, own_states, seed_generators, value_of
 from dp_keras_opt.clipping.graphs import PYTHON, functions
 
 #: Operations that take a resource and leave it as it is.
@@ -137,14 +138,14 @@ def _refuse(name, operation):
 
 
 def _metrics(model):
-    own = [m for layer in model._flatten_layers() for m in getattr(layer, "_metrics", ())]
+    own = [m for layer in layers_of(model) for m in own_metrics(layer)]
     return [*model.metrics_variables, *(v for metric in own for v in metric.variables)]
 
 
 def seeds(model):
     """The states of the generators of random numbers."""
-    layers = model._flatten_layers()
-    return [g.state for layer in layers for g in getattr(layer, "_seed_generators", ())]
+    layers = layers_of(model)
+    return [g.state for layer in layers for g in seed_generators(layer)]
 
 
 def _state(model):
@@ -152,21 +153,21 @@ def _state(model):
     known = {id(v) for v in (*_metrics(model), *seeds(model))}
     known.update(id(v) for v in model.trainable_variables)
     found = []
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         own = [v for v in layer._trackable_children().values() if isinstance(v, tf.Variable)]
-        found += [v for v in (*layer._non_trainable_variables, *own) if id(v) not in known]
+        found += [v for v in (*own_states(layer), *own) if id(v) not in known]
     return list({id(v): v for v in found}.values())
 
 
 def _numbers(model):
-    layers = (layer for layer in model._flatten_layers() if layer.trainable)
-    states = [v for layer in layers for v in layer._non_trainable_variables]
+    layers = (layer for layer in layers_of(model) if layer.trainable)
+    states = [v for layer in layers for v in own_states(layer)]
     return [v for v in states if tf.as_dtype(v.dtype).is_floating]
 
 
 def _handles(variable):
     """The resources of a variable: one, or one a replica."""
-    value = getattr(variable, "_value", variable)  # of a Keras variable
+    value = value_of(variable)
     return [part.handle for part in getattr(value, "values", (value,))]
 
 

@@ -1,27 +1,67 @@
 """What cannot be private, by name, with the fix."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import keras
 
-from dp_keras_opt.clipping.fix import names, trained_normalizations
-from dp_keras_opt.clipping.independence import MIXING
+from dp_keras_opt._keras import layers_of
+from dp_keras_opt.clipping.normalization import names, trained_normalizations
+
+#: Why a layer (or a loss) cannot stay; takes `what`.
+MIXING = (
+    "{what} mixes the examples of a batch, so that clipping one example's gradient does not bound "
+    "that example's influence."
+)
+
+
+class Problem(NamedTuple):
+    """Layers that break per-example clipping.
+
+    Attributes:
+        layers: their names.
+        reason: what they do, in a sentence that names them.
+        fix: what to do about it.
+    """
+
+    layers: tuple[str, ...]
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} {self.fix}"
+
+
+def problems(model: keras.Model) -> list[Problem]:
+    """What in a model is known to break per-example clipping, before anything is run.
+
+    Other ways of mixing examples are found by running the model on synthetic data before the first
+    training step.
+
+    Args:
+        model: any Keras model.
+
+    Returns:
+        The problems; none is no proof that there are none.
+    """
+    return [*_normalizations(model), *(p for each in layers_of(model) for p in _of(each))]
 
 
 def validate(model: keras.Model) -> None:
-    """Refuses what is known to break per-example clipping, before anything is run.
-
-    Other ways of mixing examples are found by running the model on synthetic data before the first
-    training step (`self_check.py`).
+    """Refuses a model that has `problems`.
 
     Raises:
         ValueError: naming every such layer and its fix.
     """
-    problems = [*_normalizations(model)]
-    problems += [problem for layer in model._flatten_layers() for problem in _problems(layer)]
-    if problems:
-        raise ValueError("This model cannot be trained privately:\n- " + "\n- ".join(problems))
+    found = problems(model)
+    if found:
+        listed = "\n- ".join(map(str, found))
+        raise ValueError(f"This model cannot be trained privately:\n- {listed}")
 
 
-def _normalizations(model):
+def _normalizations(model: keras.Model) -> Iterator[Problem]:
     by_owner = {}
     for layer, owner in dict.fromkeys(trained_normalizations(model)):
         by_owner.setdefault(owner, []).append(layer.name)
@@ -38,21 +78,19 @@ def _normalizations(model):
                 f"which '{owner.name}' calls it."
             )
         what = f"BatchNormalization {names(layers)} in training mode"
-        yield MIXING.format(what=what, fix=fix)
+        yield Problem(tuple(layers), MIXING.format(what=what), fix)
 
 
-def _problems(layer):
+def _of(layer: keras.layers.Layer) -> Iterator[Problem]:
     if isinstance(layer, keras.layers.RNN) and layer.stateful:
-        yield MIXING.format(
-            what=f"Stateful layer '{layer.name}' carries state from batch to batch and",
-            fix="Set stateful=False.",
-        )
+        what = f"Stateful layer '{layer.name}' carries state from batch to batch and"
+        yield Problem((layer.name,), MIXING.format(what=what), "Set stateful=False.")
     if type(layer).__name__ in ("MixUp", "CutMix"):
-        yield MIXING.format(
-            what=f"{type(layer).__name__} layer '{layer.name}'", fix="Remove it from the model."
-        )
+        what = f"{type(layer).__name__} layer '{layer.name}'"
+        yield Problem((layer.name,), MIXING.format(what=what), "Remove it from the model.")
     if getattr(layer, "activity_regularizer", None) is not None:
-        yield (
-            f"The activity_regularizer of layer '{layer.name}' is a loss over the whole batch. "
-            "Remove it, or put the penalty into the per-example loss."
+        yield Problem(
+            (layer.name,),
+            f"The activity_regularizer of layer '{layer.name}' is a loss over the whole batch.",
+            "Remove it, or put the penalty into the per-example loss.",
         )

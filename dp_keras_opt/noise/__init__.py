@@ -7,27 +7,36 @@ from dp_keras_opt.noise.correlated import (
     SquareRootFactorization,
     TreeAggregation,
     from_matrix,
-    prefix_sum_rmse,
 )
 from dp_keras_opt.noise.gaussian import Gaussian
 from dp_keras_opt.noise.identifiers import get
 from dp_keras_opt.noise.laplace import Laplace
 from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release
+from dp_keras_opt.noise.planner import Option, Planned, options
 from dp_keras_opt.noise.release import Released, release
+from dp_keras_opt.noise.unbanded import BandedInverseSquareRoot, BufferedToeplitz, LambdaCGD
+from dp_keras_opt.noise.workload import Workload, prefix_sum_rmse
 
 __all__ = [
+    "BandedInverseSquareRoot",
     "BandedMatrix",
+    "BufferedToeplitz",
     "Correlated",
     "Gaussian",
     "JointMoments",
+    "LambdaCGD",
     "Laplace",
     "Mechanism",
+    "Option",
+    "Planned",
     "Release",
     "Released",
     "SquareRootFactorization",
     "TreeAggregation",
+    "Workload",
     "from_matrix",
     "get",
+    "options",
     "prefix_sum_rmse",
     "release",
     "schedules",

@@ -1,8 +1,8 @@
 """Correlated noise (DP-MF): the noise of a step takes back some of that of the steps before.
 
 Each mechanism streams: the noise of step t is gain·(fresh draw + a weighted sum of a few buffers),
-and one buffer is then overwritten. The buffers are past noise: beside a released gradient they give
-the raw sum. They live in the `NoiseSource`, which nothing saves.
+which then take in the draw or the noise. The buffers are past noise: beside a released gradient
+they give the raw sum. They live in the `NoiseSource`, which nothing saves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dp_accounting
 import keras
@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import strategies
+from dp_keras_opt.noise.gaussian import NORMAL, NORMAL_AND_REST
 from dp_keras_opt.noise.mechanism import Mechanism
-
-if TYPE_CHECKING:
-    from dp_keras_opt.accounting.sampling import Sampling
-    from dp_keras_opt.noise.entropy import NoiseSource
+from dp_keras_opt.noise.source import NoiseSource
+from dp_keras_opt.noise.workload import Workload
+from dp_keras_opt.types import Batching
 
 
 class Correlated(Mechanism):
@@ -42,7 +42,7 @@ class Correlated(Mechanism):
     is_correlated = True
     #: Number of steps that a run may take, None without end.
     length: int | None = None
-    #: How many steps the draw of one step shows in, itself included.
+    #: The diagonals of C that are not 0: in so many rows of C x one participation shows.
     bands = 1
     #: How many buffers there are for each variable.
     slots = 0
@@ -50,24 +50,53 @@ class Correlated(Mechanism):
     def event(self, multiplier: float) -> dp_accounting.DpEvent:
         return dp_accounting.GaussianDpEvent(multiplier)
 
+    @property
+    def is_open(self) -> bool:
+        return getattr(self, "steps", 0) is None
+
+    def for_run(
+        self, steps: int, sampling: Batching, workload: Workload | None = None
+    ) -> Mechanism:
+        return self.from_config(self.get_config() | {"steps": steps}) if self.is_open else self
+
     @abc.abstractmethod
-    def sensitivity(self, steps: int, separation: int | None = None) -> float:
-        """How far one example moves C x over a run of so many steps.
+    def sensitivity(
+        self, steps: int, separation: int | None = None, levels: npt.ArrayLike | None = None
+    ) -> float:
+        """How far one example moves C x over a run of `steps` steps.
 
         Args:
             steps: of the run.
             separation: steps between two participations of an example; None for only one.
+            levels: None, or factors α on the noise of the steps, (steps,), which make
+                C·diag(α)⁻¹ of C.
         """
 
     @abc.abstractmethod
-    def mixing(self, step: int | tf.Tensor) -> tuple[Any, Any, Any, bool]:
-        """What the noise of step `step` of the run, a scalar tensor, is made of.
+    def inverse(self, steps: int, columns: slice = slice(None)) -> np.ndarray:
+        """Columns of C⁻¹, (steps, …): what the noise of each step has of each draw."""
 
-        Returns:
-            (gain, weights (slots,), slot to overwrite, whether with the noise or with the draw).
-        """
+    @abc.abstractmethod
+    def mixing(self, step: tf.Tensor) -> tuple[Any, Any]:
+        """(gain, weights of the buffers (slots,)) of the noise of step `step` of the run."""
 
-    def check_sampling(self, sampling: Sampling) -> None:
+    def remember(
+        self, past: Sequence[tf.Variable], step: tf.Tensor, draw: tf.Tensor, noise: tf.Tensor
+    ) -> None:
+        """Has the buffers take in what later steps need of this one's draw and noise."""
+        return
+
+    def buffers(self, size: int, source: NoiseSource) -> list[tf.TensorSpec]:
+        """The buffers of one release of `size` coordinates, all of them zeros at first."""
+        return [tf.TensorSpec((size,), source.dtype)] * self.slots
+
+    def recall(
+        self, source: NoiseSource, past: Sequence[tf.Variable], size: int
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """(fresh draw, what is below its last digit, past noise), (size,) each."""
+        return *source.draw(NORMAL_AND_REST, (size,)), [buffer.read_value() for buffer in past]
+
+    def check_sampling(self, sampling: Batching) -> None:
         """Refuses batches for which the sensitivity of a run is not known.
 
         Raises:
@@ -90,16 +119,17 @@ class Correlated(Mechanism):
     def unit_noise(
         self, shapes: Sequence[Any], source: NoiseSource, stream: Any = 0
     ) -> list[tf.Tensor]:
-        step, past = source.memory(stream)
-        gain, weights, slot, keeps_noise = self.mixing(step)
-        gain, weights = tf.cast(gain, source.dtype), tf.cast(weights, source.dtype)
-        step.assign_add(1)
-        if not self.slots:
-            return [gain * source.normal(shape) for shape in shapes]
-        draw, rest = source.normal_and_rest((sum(math.prod(shape) for shape in shapes),))
-        noise = _mixed(draw, rest, gain, weights, [buffer.read_value() for buffer in past])
-        _overwrite(past, slot, noise if keeps_noise else draw)
-        parts = tf.split(noise, [math.prod(shape) for shape in shapes])
+        counter, past = source.memory.steps(stream), source.memory.buffers(stream)
+        step = counter.read_value()
+        gain, weights = (tf.cast(part, source.dtype) for part in self.mixing(step))
+        counter.assign_add(1)
+        if not past:
+            return [gain * source.draw(NORMAL, shape) for shape in shapes]
+        sizes = [math.prod(shape) for shape in shapes]
+        draw, rest, remembered = self.recall(source, past, sum(sizes))
+        noise = _mixed(draw, rest, gain, weights, remembered)
+        self.remember(past, step, draw, noise)
+        parts = tf.split(noise, sizes)
         return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -113,14 +143,14 @@ def _mixed(draw, rest, gain, weights, past):
     return gain * draw + 8 * last_digit * rest
 
 
-def _overwrite(past, slot, value):
+def overwrite(past, slot, value):
     """past[slot] ← value. A variable each: TensorFlow would copy a stacked one at every step."""
 
     def write(buffer):
         buffer.assign(value)
         return slot
 
-    tf.switch_case(slot, [functools.partial(write, buffer) for buffer in past])
+    tf.switch_case(tf.cast(slot, tf.int32), [functools.partial(write, buffer) for buffer in past])
 
 
 class _Matrix(Correlated):
@@ -130,54 +160,91 @@ class _Matrix(Correlated):
         self._rows = np.asarray(rows, np.float64)
         self.slots = self._rows.shape[-1] - 1
 
-    def mixing(self, step: int | tf.Tensor) -> tuple[Any, Any, Any, bool]:
+    def mixing(self, step: tf.Tensor) -> tuple[Any, Any]:
         rows = tf.constant(self._rows, tf.float32)
         row = rows if rows.shape.rank == 1 else tf.gather(rows, step)
-        if not self.slots:
-            return 1 / row[0], [], None, True
-        slot = tf.cast(step % self.slots, tf.int32)
-        lags = (slot - tf.range(self.slots) - 1) % self.slots + 1  # how old each buffer is
-        return 1 / row[0], -tf.gather(row, lags), slot, True
+        return 1 / row[0], -newest_first(row[1:], step)
+
+    def remember(
+        self, past: Sequence[tf.Variable], step: tf.Tensor, draw: tf.Tensor, noise: tf.Tensor
+    ) -> None:
+        overwrite(past, step % self.slots, noise)
 
 
-class _Toeplitz(_Matrix):
-    def sensitivity(self, steps: int, separation: int | None = None) -> float:
-        return strategies.toeplitz_sensitivity(self._rows, steps, separation)
+def newest_first(of_lags, step):
+    """What belongs to the buffers, in their order, of what belongs to lags 1, 2, … of a ring."""
+    slots = of_lags.shape[0]
+    if not slots:
+        return of_lags
+    return tf.gather(of_lags, (tf.cast(step, tf.int32) - tf.range(slots) - 1) % slots)
+
+
+class Toeplitz(Correlated):
+    """C by its first column, (T,) or shorter, the rest 0."""
+
+    def _set_coefficients(self, coefficients, steps):
+        self.coefficients = np.asarray(coefficients, np.float64)
+        self._inverse = strategies.inverse_coefficients(self.coefficients, steps)
+        self._stds = tf.constant(np.sqrt(np.cumsum(self._inverse**2)), tf.float32)
+        self.length, self.bands = steps, len(self.coefficients)
+
+    def sensitivity(
+        self, steps: int, separation: int | None = None, levels: npt.ArrayLike | None = None
+    ) -> float:
+        return strategies.toeplitz_sensitivity(self.coefficients, steps, separation, levels)
+
+    def inverse(self, steps: int, columns: slice = slice(None)) -> np.ndarray:
+        lags = np.arange(steps)[:, None] - np.arange(steps)[columns]
+        return np.where(lags >= 0, self._inverse[np.maximum(lags, 0)], 0.0)
 
     def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return tf.gather(self._stds, step)
 
+
+class _Banded(Toeplitz, _Matrix):
     def _set_coefficients(self, coefficients, steps):
-        self._set_rows(coefficients)
-        inverse = strategies.inverse_coefficients(self._rows, steps)
-        self._stds = tf.constant(np.sqrt(np.cumsum(inverse**2)), tf.float32)
-        self.length = steps
+        super()._set_coefficients(coefficients, steps)
+        self._set_rows(self.coefficients)
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class BandedMatrix(_Toeplitz):
-    """Banded matrix factorisation (BandMF): the best Toeplitz matrix of so many bands.
+class BandedMatrix(_Banded):
+    """Banded matrix factorisation (BandMF): the best Toeplitz matrix of a number of bands.
 
-    Its coefficients minimise the error of the prefix sums over T steps. Costs b − 1 buffers of the
-    size of the model, which are never saved.
+    Its coefficients minimise the error of the weights over T steps. Costs b − 1 buffers of the size
+    of the model, which are never saved.
 
     Args:
-        steps: T, how many steps a run takes at most.
+        steps: T, how many steps a run takes at most; None for those of the first `fit`.
         bands: b ≤ T; 1 is independent noise.
+        momentum: β in [0, 1) of the rule that adds the gradients up; 0 stands for their sums.
+        horizon: for how many steps the weights hold on to a gradient; None for ever.
 
     Raises:
-        ValueError: there are more bands than steps, or fewer than 1.
+        ValueError: there are more bands than steps, or fewer than 1; the momentum or the
+            horizon is out of range.
 
-    Reference: Choquette-Choo et al., "(Amplified) Banded Matrix Factorization", NeurIPS 2023.
+    Reference: Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta and Xu, "(Amplified) banded
+    matrix factorization: a unified approach to private training", NeurIPS 2023, arXiv:2306.08153.
     """
 
-    def __init__(self, steps: int, bands: int) -> None:
-        self.steps, self.bands = _checked(steps, bands)
-        self._set_coefficients(strategies.banded_coefficients(self.steps, self.bands), self.steps)
+    def __init__(
+        self,
+        steps: int | None = None,
+        bands: int | None = None,
+        momentum: float = 0.0,
+        horizon: float | None = None,
+    ) -> None:
+        self.steps, self.bands = checked_steps(steps, bands)
+        self.workload = Workload(momentum, horizon=horizon)
+        if self.steps is not None:
+            coefficients = strategies.banded_coefficients(self.steps, self.bands, self.workload)
+            self._set_coefficients(coefficients, self.steps)
 
-    def check_sampling(self, sampling: Sampling) -> None:
+    def check_sampling(self, sampling: Batching) -> None:
         super().check_sampling(sampling)
-        if sampling.separation < min(self.bands, self.steps):
+        apart = sampling.separation
+        if apart is not None and apart < min(self.bands, self.steps or self.bands):
             raise ValueError(
                 f"BandedMatrix(bands={self.bands}) needs an example's steps to be at least as far "
                 f"apart as its bands; here they are {sampling.separation} apart. Use fewer bands, "
@@ -185,27 +252,29 @@ class BandedMatrix(_Toeplitz):
             )
 
     def get_config(self) -> dict[str, Any]:
-        return {"steps": self.steps, "bands": self.bands}
+        return {"steps": self.steps, "bands": self.bands} | self.workload.constant
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class SquareRootFactorization(_Toeplitz):
+class SquareRootFactorization(_Banded):
     """The Toeplitz square root of the prefix sums, cut off after `bands` coefficients.
 
     Args:
-        steps: T, how many steps a run takes at most.
+        steps: T, how many steps a run takes at most; None for those of the first `fit`.
         bands: b ≤ T. Costs b − 1 buffers of the size of the model; all T bands are C·C = A.
 
     Raises:
         ValueError: there are more bands than steps, or fewer than 1.
 
-    Reference: Fichtenberger, Henzinger and Upadhyay, ICML 2023.
+    Reference: Fichtenberger, Henzinger and Upadhyay, "Constant matters: fine-grained error bound on
+    differentially private continual observation", ICML 2023, arXiv:2202.11205.
     """
 
-    def __init__(self, steps: int, bands: int) -> None:
-        self.steps, self.bands = _checked(steps, bands)
-        coefficients = strategies.square_root_coefficients(self.bands)
-        self._set_coefficients(coefficients / np.linalg.norm(coefficients), self.steps)
+    def __init__(self, steps: int | None = None, bands: int | None = None) -> None:
+        self.steps, self.bands = checked_steps(steps, bands)
+        if self.steps is not None:
+            coefficients = strategies.square_root_coefficients(self.bands)
+            self._set_coefficients(coefficients / np.linalg.norm(coefficients), self.steps)
 
     def get_config(self) -> dict[str, Any]:
         return {"steps": self.steps, "bands": self.bands}
@@ -231,14 +300,17 @@ class FromMatrix(_Matrix):
         columns = np.arange(steps)[:, None] - np.arange(self.bands)
         rows = np.take_along_axis(self.matrix, np.maximum(columns, 0), axis=1)
         self._set_rows(np.where(columns >= 0, rows, 0.0))
-        inverse = np.linalg.inv(self.matrix)
-        self._stds = tf.constant(np.linalg.norm(inverse, axis=1), tf.float32)
+        self._inverse = np.linalg.inv(self.matrix)
+        self._stds = tf.constant(np.linalg.norm(self._inverse, axis=1), tf.float32)
+
+    def inverse(self, steps, columns=slice(None)):
+        return self._inverse[:steps, :steps][:, columns]
 
     def std(self, step):
         return tf.gather(self._stds, step)
 
-    def sensitivity(self, steps, separation=None):
-        return strategies.matrix_sensitivity(self.matrix, steps, separation)
+    def sensitivity(self, steps, separation=None, levels=None):
+        return strategies.matrix_sensitivity(self.matrix, steps, separation, levels)
 
     def get_config(self):
         return {"matrix": self.matrix.tolist()}
@@ -258,25 +330,42 @@ class TreeAggregation(Correlated):
     """The binary tree of DP-FTRL, as a baseline: a step's noise is the difference of two prefixes'.
 
     Args:
-        steps: T, how many steps a run takes at most. Costs ⌊log₂ T⌋ + 1 buffers.
+        steps: T, how many steps a run takes at most; None for those of the first `fit`. Costs
+            ⌊log₂ T⌋ + 1 buffers.
 
-    Reference: Kairouz et al., "Practical and private (deep) learning without sampling or
-    shuffling", ICML 2021.
+    Reference: Kairouz, McMahan, Song, Thakkar, Thakurta and Xu, "Practical and private (deep)
+    learning without sampling or shuffling", ICML 2021, arXiv:2103.00039.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps, _ = _checked(steps, 1)
-        self.length, self.slots = self.steps, self.steps.bit_length()
-        self.bands = self.steps  # not a banded matrix: a node stays until the end
+    def __init__(self, steps: int | None = None) -> None:
+        self.steps, _ = checked_steps(steps, 1)
+        if self.steps is not None:
+            self.length, self.slots = self.steps, self.steps.bit_length()
+            self.bands = self.steps  # not a banded matrix: a node stays until the end
 
-    def sensitivity(self, steps: int, separation: int | None = None) -> float:
-        return strategies.tree_sensitivity(steps, separation)
+    def sensitivity(
+        self, steps: int, separation: int | None = None, levels: npt.ArrayLike | None = None
+    ) -> float:
+        moved = strategies.tree_sensitivity(steps, separation)
+        # As if all steps had the least noise of any.
+        return moved if levels is None else moved / float(np.min(levels))
 
-    def mixing(self, step: int | tf.Tensor) -> tuple[Any, Any, Any, bool]:
+    def inverse(self, steps: int, columns: slice = slice(None)) -> np.ndarray:
+        # At step t, counted from 1, one node begins, and the smaller ones end that began at
+        # t − 2^l, for each 2^l below the lowest power of two in t.
+        now, begun = np.arange(1, steps + 1)[:, None], np.arange(1, steps + 1)[columns]
+        age = now - begun
+        ends = (age > 0) & (age & (age - 1) == 0) & (age < (now & -now))
+        return (age == 0) - 1.0 * ends
+
+    def mixing(self, step: tf.Tensor) -> tuple[Any, Any]:
         # With step t + 1 the nodes of the lower levels end, and one of this level begins.
-        level = self._level(step)
-        ended = tf.cast(tf.range(self.slots) < level, tf.float32)
-        return 1.0, -ended, level, False
+        return 1.0, -tf.cast(tf.range(self.slots) < self._level(step), tf.float32)
+
+    def remember(
+        self, past: Sequence[tf.Variable], step: tf.Tensor, draw: tf.Tensor, noise: tf.Tensor
+    ) -> None:
+        overwrite(past, self._level(step), draw)
 
     def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return tf.sqrt(1.0 + tf.cast(self._level(step), tf.float32))
@@ -292,33 +381,11 @@ class TreeAggregation(Correlated):
         return {"steps": self.steps}
 
 
-def prefix_sum_rmse(
-    mechanism: Correlated | None, steps: int, separation: int | None = None
-) -> float:
-    """√(mean_t ‖row t of A·C⁻¹‖²)·sensitivity: the error of the sums of gradients, at equal ε.
-
-    Args:
-        mechanism: a `Correlated`, or None for independent noise.
-        steps: T.
-        separation: as for `Correlated.sensitivity`.
-    """
-    if mechanism is None:
-        count = 1 if separation is None else -(-steps // separation)
-        return float(np.sqrt((steps + 1) / 2 * count))
-    if isinstance(mechanism, TreeAggregation):
-        powers = np.array([bin(t).count("1") for t in range(1, steps + 1)])
-    elif isinstance(mechanism, _Toeplitz):
-        sums = np.cumsum(strategies.inverse_coefficients(mechanism._rows, steps))
-        powers = np.cumsum(sums**2)
-    else:
-        matrix: np.ndarray = getattr(mechanism, "matrix")  # noqa: B009
-        inverse = np.linalg.inv(matrix[:steps, :steps])
-        powers = np.sum(np.cumsum(inverse, axis=0) ** 2, axis=1)
-    return float(np.sqrt(np.mean(powers)) * mechanism.sensitivity(steps, separation))
-
-
-def _checked(steps, bands):
-    steps, bands = whole_number(steps, "steps"), whole_number(bands, "bands")
+def checked_steps(steps, bands):
+    bands = whole_number(bands, "bands", 1, "Give the number of bands, e.g. bands=8.")
+    if steps is None:  # settled by `fit`
+        return None, bands
+    steps = whole_number(steps, "steps")
     if bands > steps:
         raise ValueError(f"bands={bands} exceeds steps={steps}: there is no step so long ago.")
     return steps, bands

@@ -1,16 +1,18 @@
 """Mechanisms by name."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
-import keras
-
+from dp_keras_opt import identifiers
 from dp_keras_opt.noise.gaussian import Gaussian
 from dp_keras_opt.noise.laplace import Laplace
 from dp_keras_opt.noise.mechanism import Mechanism
+from dp_keras_opt.noise.planner import Planned
 
-#: What needs no arguments.
-_NAMES = {"gaussian": Gaussian, "laplace": Laplace}
+#: Those that need no arguments.
+_NAMES = {"gaussian": Gaussian, "laplace": Laplace, "planned": Planned}
 
 
 def get(identifier: Mechanism | str | Mapping[str, Any]) -> Mechanism:
@@ -22,18 +24,9 @@ def get(identifier: Mechanism | str | Mapping[str, Any]) -> Mechanism:
     Raises:
         ValueError: nothing is known by that name.
     """
-    if isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
-    if isinstance(identifier, str):
-        if identifier.lower() not in _NAMES:
-            raise ValueError(
-                f"noise={identifier!r} is not known; use one of {sorted(_NAMES)}. Correlated noise "
-                "takes arguments: pass an object, as dp_keras_opt.noise.BandedMatrix(100, bands=8)."
-            )
-        identifier = _NAMES[identifier.lower()]()
-    if not isinstance(identifier, Mechanism):
-        raise ValueError(
-            "noise must be a name such as 'gaussian' or a dp_keras_opt.noise.Mechanism; "
-            f"received {identifier!r}."
-        )
-    return identifier
+    others = (
+        "a mechanism of dp_keras_opt.noise, such as BandedMatrix(100, bands=8): correlated noise "
+        "takes arguments"
+    )
+    # A class of mechanisms, such as the abstract one of all correlated noise, is not a name.
+    return identifiers.resolve(identifier, Mechanism, _NAMES, "noise", others)

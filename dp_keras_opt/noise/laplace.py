@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dp_accounting
 import keras
 import tensorflow as tf
 
+from dp_keras_opt.noise import bits
+from dp_keras_opt.noise.distribution import Distribution, sum_of_two
 from dp_keras_opt.noise.mechanism import Mechanism
-
-if TYPE_CHECKING:
-    from dp_keras_opt.noise.entropy import NoiseSource
+from dp_keras_opt.noise.source import NoiseSource
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -21,11 +21,14 @@ class Laplace(Mechanism):
     """Independent Laplace noise of scale λ·C on each coordinate; examples are clipped in L1.
 
     Formal guarantee: releasing a sum of L1 sensitivity C with this noise is (1/λ, 0)-differentially
-    private (Dwork et al. 2006); λ is the optimizer's `noise_multiplier`. It holds for real numbers;
-    the rounding of the draws is not covered.
+    private; λ is the optimizer's `noise_multiplier`. It holds for real numbers; the rounding of the
+    draws is not covered.
 
     The L1 norm of a gradient grows with the square root of the number of weights more than its L2
     norm: Laplace noise is for small models, or where δ = 0 is wanted.
+
+    Reference: Dwork, McSherry, Nissim and Smith, "Calibrating noise to sensitivity in private data
+    analysis", TCC 2006, doi:10.1007/11681878_14, Proposition 1.
     """
 
     norm = "l1"
@@ -38,7 +41,31 @@ class Laplace(Mechanism):
     def unit_noise(
         self, shapes: Sequence[Any], source: NoiseSource, stream: Any = 0
     ) -> list[tf.Tensor]:
-        return [source.laplace(shape) for shape in shapes]
+        return [source.draw(LAPLACE, shape) for shape in shapes]
 
     def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return math.sqrt(2.0)
+
+
+def _laplace(source, shape):
+    """Draws of scale 1, float32, from 64 random bits each, one of which is the sign.
+
+    They are never 0 and end at 44, where a true one would be with a probability of 2⁻⁶⁴.
+    """
+    words = source.words(*shape)
+    magnitude = tf.bitwise.right_shift(words, tf.constant(1, tf.int64))
+    exponential = bits.exponential(magnitude, source.dtype, 63)
+    return tf.where(bits.bit(words, 0), exponential, -exponential)
+
+
+def _secure_laplace(source, shape):
+    """Draws of scale 1, float64.
+
+    With an exponential e and a uniform angle v, e·cos v is half the difference of two squared
+    normals; two such make a difference of two exponential draws.
+    """
+    return sum_of_two(source, shape, lambda words: bits.exponential(words, source.dtype))
+
+
+#: Laplace draws of scale 1.
+LAPLACE = Distribution(_laplace, _secure_laplace)

@@ -12,14 +12,15 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.types import Adjacency, Norm
+from dp_keras_opt.noise.serializable import Serializable
+from dp_keras_opt.noise.source import NoiseSource
+from dp_keras_opt.types import Adjacency, Batching, Norm
 
 if TYPE_CHECKING:
-    from dp_keras_opt.accounting.sampling import Sampling
-    from dp_keras_opt.noise.entropy import NoiseSource
+    from dp_keras_opt.noise.workload import Workload
 
 
-class Mechanism(abc.ABC):
+class Mechanism(Serializable, abc.ABC):
     """A distribution of noise together with the event that accounts for it.
 
     One object draws the noise and names its price, so the two cannot disagree. Whoever adds a
@@ -46,7 +47,7 @@ class Mechanism(abc.ABC):
     #: Whether the noise of a step depends on that of earlier ones (`correlated.Correlated`).
     is_correlated = False
 
-    def check_sampling(self, sampling: Sampling) -> None:
+    def check_sampling(self, sampling: Batching) -> None:
         """Refuses a `Sampling` for which the noise cannot be accounted; here none."""
         return
 
@@ -54,7 +55,7 @@ class Mechanism(abc.ABC):
     def unit_noise(
         self, shapes: Sequence[Any], source: NoiseSource, stream: Any = 0
     ) -> list[tf.Tensor]:
-        """Unit draws, one float32 tensor for each of `shapes`, from the `NoiseSource`.
+        """Unit draws, one tensor for each of `shapes`, in the dtype of the `NoiseSource`.
 
         Args:
             shapes: of the variables.
@@ -67,20 +68,22 @@ class Mechanism(abc.ABC):
         """Standard deviation of one coordinate of the unit noise of step `step` of the run (from
         0), a number or a scalar tensor."""
 
-    def get_config(self) -> dict[str, Any]:
-        """Constructor arguments, as in Keras."""
-        return {}
+    @property
+    def is_open(self) -> bool:
+        """Whether it is yet to be told how many steps it covers; `fit` and `calibrate` do so."""
+        return False
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Mechanism:
-        """The mechanism with these constructor arguments."""
-        return cls(**config)
+    def for_run(
+        self, steps: int, sampling: Batching, workload: Workload | None = None
+    ) -> Mechanism:
+        """What it is for a run of this many steps of such batches, where it `is_open`.
 
-    def __eq__(self, other):
-        return type(self) is type(other) and self.get_config() == other.get_config()
-
-    def __hash__(self):
-        return hash((type(self), repr(self.get_config())))
+        Args:
+            steps: of the run.
+            sampling: of the batches.
+            workload: how the rule adds the gradients up; None for their sums.
+        """
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,10 @@ class JointMoments:
         weight: λ.
         max_batch_size: N, a bound on the number of examples in a batch.
         adjacency: the neighbouring relation that the sensitivity is for.
+
+    Reference: Kalinin, Upadhyay and Lampert, "Continual release moment estimation with differential
+    privacy", 2025, arXiv:2502.06597, for single rows; the sensitivity of batch means is derived in
+    `sensitivity`.
     """
 
     weight: float
@@ -105,7 +112,7 @@ class JointMoments:
         return self.max_batch_size * clip_norm / batch_size
 
     def sensitivity(self, clip_norm: float, batch_size: int) -> float:
-        """S, the joint L2 sensitivity of (g, √λ·g²) (spec: adaptive.md, joint moments).
+        """S, the joint L2 sensitivity of (g, √λ·g²).
 
         For batches of up to N examples: ‖g² − g'²‖ ≤ ‖g − g'‖·‖g + g'‖. For larger ones the
         projection onto the ball of radius R = N·C/B leaves ‖g − g'‖ = r as small or makes it
@@ -113,6 +120,9 @@ class JointMoments:
         inequality gives ‖g² − g'²‖² ≤ r²s²(1 + k)/2, where s² + r² + 2rsk ≤ 4R². If r ≤ R/2 that is
         largest at k = 1, where it is r²(2R − r)²: no more than for N examples. r is at most C/B, or
         2C/B under replace_one, so N = 4 is enough.
+
+        Reference: Kalinin, Upadhyay and Lampert, "Continual release moment estimation with
+        differential privacy", 2025, arXiv:2502.06597 (the joint release); the bound is proved here.
         """
         c, n, weight = clip_norm / batch_size, self.max_batch_size, self.weight
         if self.adjacency != "replace_one":

@@ -1,66 +1,79 @@
-"""What correlated noise remembers: past noise, as secret as the generator, saved nowhere."""
+"""The past noise of correlated noise: as secret as the generator.
 
-import math
+It is saved nowhere but in the secret file of `DPModel.save_run`.
+"""
 
 import tensorflow as tf
 
-from dp_keras_opt import replicas
+from dp_keras_opt import workers
 
 
 class NoiseMemory:
-    """The buffers of each stream of correlated noise, and the steps of its run."""
+    """The buffers of each stream of correlated noise, and how many steps it has taken.
 
-    #: Of the buffers, and of the draws that they remember.
-    dtype = tf.float32
+    A stream is a release of the optimizer, or a part of one. Each buffer holds past noise of all
+    variables, one after another, or what it is drawn from again.
+    """
 
     def __init__(self):
-        self._memories = {}
+        self._streams = {}
 
-    def remember(self, stream, slots, shapes):
-        """Makes the memory of a stream of correlated noise: so many buffers of all variables."""
-        size = sum(math.prod(shape) for shape in shapes)
+    def allocate(self, stream, buffers):
+        """Makes the buffers of a stream, all of them zeros.
 
-        def memory():
-            step = tf.Variable(0, dtype=tf.int64, trainable=False)
-            zeros = tf.zeros((size,), self.dtype)
-            return step, [tf.Variable(zeros, trainable=False) for _ in range(slots)]
+        Args:
+            stream: its name, (index of the release, part of it).
+            buffers: a `tf.TensorSpec` for each.
+        """
 
-        self._memories[stream] = replicas.without_strategy(memory)
+        def variables():
+            steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            zeros = [tf.zeros(buffer.shape, buffer.dtype) for buffer in buffers]
+            return steps, [tf.Variable(value, trainable=False) for value in zeros]
 
-    def memory(self, stream):
-        """(steps of the run so far, buffers) of a stream."""
-        return self._memories[stream]
+        self._streams[stream] = workers.without_strategy(variables)
 
-    def restart(self):
-        """Begins all streams anew: a new run of the mechanism."""
-        for step, buffers in self._memories.values():
-            step.assign(0)
+    @property
+    def streams(self):
+        """The names of all streams."""
+        return list(self._streams)
+
+    def steps(self, stream):
+        """The variable that counts a stream's steps since its beginning."""
+        return self._streams[stream][0]
+
+    def buffers(self, stream):
+        """The variables with a stream's past noise."""
+        return self._streams[stream][1]
+
+    def reset(self):
+        """Begins all streams anew: another run of the mechanism."""
+        for steps, buffers in self._streams.values():
+            steps.assign(0)
             for buffer in buffers:
                 buffer.assign(tf.zeros_like(buffer))
 
-    def export(self):
-        """The buffers of all streams, as NumPy arrays: {stream: [(size,), …]}."""
+    def state(self):
+        """The buffers of all streams, as NumPy arrays: {stream: [buffer, …]}."""
         return {
             stream: [buffer.numpy() for buffer in buffers]
-            for stream, (_, buffers) in self._memories.items()
+            for stream, (_, buffers) in self._streams.items()
         }
 
-    def restore(self, memories, steps):
-        """Goes on with a run after so many steps, from what `export` gave.
+    def load(self, state, steps):
+        """Goes on after that many steps, from what `state` gave.
 
         Raises:
             ValueError: the buffers do not fit.
         """
-        own = {stream: [tuple(b.shape) for b in buffers] for stream, (_, buffers) in
-               self._memories.items()}  # fmt: skip
-        theirs = {stream: [b.shape for b in buffers] for stream, buffers in memories.items()}
+        own = {
+            stream: [tuple(buffer.shape) for buffer in buffers]
+            for stream, (_, buffers) in self._streams.items()
+        }
+        theirs = {stream: [past.shape for past in buffers] for stream, buffers in state.items()}
         if own != theirs:
             raise ValueError(f"Past noise of the shapes {theirs} does not fit {own}.")
-        for stream, (step, buffers) in self._memories.items():
-            step.assign(steps)
-            for buffer, past in zip(buffers, memories[stream], strict=True):
+        for stream, (count, buffers) in self._streams.items():
+            count.assign(steps)
+            for buffer, past in zip(buffers, state[stream], strict=True):
                 buffer.assign(past)
-
-    def step(self, stream):
-        """Steps of the run so far."""
-        return self._memories[stream][0].read_value()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from dp_keras_opt.clipping.query import Query
-    from dp_keras_opt.noise.entropy import NoiseSource
-    from dp_keras_opt.noise.mechanism import Release
+from dp_keras_opt.clipping.query import Query
+from dp_keras_opt.noise.mechanism import Release
+from dp_keras_opt.noise.source import NoiseSource
 
 
 class Released(NamedTuple):
@@ -19,13 +18,30 @@ class Released(NamedTuple):
 
     Attributes:
         value: one float32 tensor per trainable variable, in the geometry of the query.
-        noise_std: std of the noise in each coordinate of `value`, a scalar.
+        noise_std: std of the noise in each coordinate of `value`, a scalar; or a list of one tensor
+            per variable, where coordinates differ.
         square: for the statistic "mean_and_square", the noisy squares of the mean; else None.
+        scale: the geometry s of the query, one tensor per variable, or None for 1: `value` is the
+            noisy mean of s ⊙ gradient.
     """
 
     value: list[tf.Tensor]
-    noise_std: float | tf.Tensor
+    noise_std: float | tf.Tensor | list[tf.Tensor]
     square: list[tf.Tensor] | None = None
+    scale: Sequence[tf.Tensor] | None = None
+
+    def unscaled(self) -> Released:
+        """The same statistic in the coordinates of the gradient: value and noise over s."""
+        if self.scale is None:
+            return self
+        std = self.noise_std
+        stds = std if isinstance(std, list) else [std] * len(self.value)
+        square = self.square and [q / s**2 for q, s in zip(self.square, self.scale, strict=True)]
+        return Released(
+            [value / s for value, s in zip(self.value, self.scale, strict=True)],
+            [std / s for std, s in zip(stds, self.scale, strict=True)],
+            square,
+        )
 
 
 def release(
@@ -37,7 +53,7 @@ def release(
     alpha: float | tf.Tensor,
     source: NoiseSource,
 ) -> list[Released]:
-    """Adds the noise and divides by the expected batch size (spec: core.md, step 4).
+    """Adds the noise and divides by the expected batch size: (sum + noise)/B.
 
     A function and not a method, so that no optimizer can override it.
 
@@ -63,7 +79,7 @@ def release(
             continue
         query, total = queries[part.query], sums[part.query]
         if part.statistic == "public_mean":  # the engine has divided by the number of public rows
-            if query.rows != "public":
+            if query.population != "public":
                 raise ValueError("A sum over private rows cannot be released as a public mean.")
             answers.append(Released(list(total), 0.0))
             continue
@@ -71,15 +87,22 @@ def release(
             answers.append(_mean_and_square(part, query, total, batch_size, alpha, source, index))
             continue
         if part.multiplier == 0:  # without noise, also where the clip norm is infinite: 0·∞ = 0
-            answers.append(Released([value / batch_size for value in total], 0.0))
+            mean = [value / batch_size for value in total]
+            answers.append(Released(mean, 0.0, scale=_scale_of(query)))
             continue
         _check_norm(part, query.norm)
         scale = part.multiplier * alpha * query.sensitivity
         std = _std(part, source, index)
         noise = part.mechanism.unit_noise([value.shape for value in total], source, (index, 0))
         noisy = _noisy(total, scale, noise, batch_size)
-        answers.append(Released(noisy, tf.cast(scale * std / batch_size, tf.float32)))
+        noise_std = tf.cast(scale * std / batch_size, tf.float32)
+        answers.append(Released(noisy, noise_std, scale=_scale_of(query)))
     return answers
+
+
+def _scale_of(query):
+    """The geometry of the answer: where squares are summed, they are in that of s²."""
+    return [s**2 for s in query.scale] if query.square and query.scale else query.scale
 
 
 def _noisy(values, scale, noise, divisor=1.0):
@@ -94,7 +117,7 @@ def _noisy(values, scale, noise, divisor=1.0):
 
 def _std(part, source, index):
     """Std of a coordinate of the unit noise that is drawn next."""
-    step = source.step((index, 0)) if part.mechanism.is_correlated else 0
+    step = source.memory.steps((index, 0)).read_value() if part.mechanism.is_correlated else 0
     return part.mechanism.std(step)
 
 
@@ -117,7 +140,7 @@ def _mean_and_square(part, query, total, batch_size, alpha, source, index):
         mean = [g * factor for g in mean]
     square = [tf.square(g) for g in mean]
     if part.multiplier == 0:
-        return Released(mean, 0.0, square)
+        return Released(mean, 0.0, square, query.scale)
     _check_norm(part, query.norm)
     scale = part.multiplier * alpha * joint.sensitivity(query.clip_norm, batch_size)
     shapes = [g.shape for g in mean]
@@ -128,4 +151,5 @@ def _mean_and_square(part, query, total, batch_size, alpha, source, index):
         _noisy(mean, scale, on_mean),
         tf.cast(scale * std, tf.float32),
         _noisy(square, scale / joint.weight**0.5, on_square),
+        query.scale,
     )

@@ -9,18 +9,19 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from dp_keras_opt import theory
-from dp_keras_opt.noise import identifiers
-
-if TYPE_CHECKING:
-    from dp_keras_opt.noise.mechanism import Mechanism
+from dp_keras_opt import identifiers, theory
+from dp_keras_opt.noise.identifiers import get as get_mechanism
+from dp_keras_opt.noise.mechanism import Mechanism
+from dp_keras_opt.noise.serializable import Serializable
+from dp_keras_opt.theory import budgets
+from dp_keras_opt.theory.sampling import amplified
 
 __all__ = [
     "Constant",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 
-class NoiseSchedule(abc.ABC):
+class NoiseSchedule(Serializable, abc.ABC):
     """Gives α_t, the factor on the noise multiplier at step t (from 0).
 
     Everything is fixed in advance: a schedule that looked at the data would itself have to be
@@ -45,6 +46,15 @@ class NoiseSchedule(abc.ABC):
     #: Number of steps that the schedule covers, None without end. Training past it is refused.
     length: int | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is yet to be told how many steps it covers; `fit` and `calibrate` do so."""
+        return False
+
+    def of_length(self, steps: int) -> NoiseSchedule:
+        """The same schedule for this many steps, where it `is_open`."""
+        return self
+
     @abc.abstractmethod
     def alphas(self, start: int, steps: int) -> np.ndarray:
         """α of steps start .. start + steps − 1, a float64 array (for the accountant)."""
@@ -52,21 +62,6 @@ class NoiseSchedule(abc.ABC):
     @abc.abstractmethod
     def alpha(self, step: int | tf.Tensor) -> float | tf.Tensor:
         """α of one step, a float32 scalar (for the graph; `step` may be a tensor)."""
-
-    def get_config(self) -> dict[str, Any]:
-        """Constructor arguments, as in Keras."""
-        return {}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> NoiseSchedule:
-        """The schedule with these constructor arguments."""
-        return cls(**config)
-
-    def __eq__(self, other):
-        return type(self) is type(other) and self.get_config() == other.get_config()
-
-    def __hash__(self):
-        return hash((type(self), repr(self.get_config())))
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -117,13 +112,45 @@ class Fixed(NoiseSchedule):
         return {"values": self.values.tolist()}
 
 
-def from_function(function: Callable[[int], float], steps: int) -> Fixed:
+class Open(NoiseSchedule):
+    """A schedule that is yet to be told for how many steps: `fit` settles it, or `calibrate`.
+
+    Args:
+        make: function of the number of steps that gives the schedule.
+    """
+
+    is_open = True
+
+    def __init__(self, make: Callable[[int], NoiseSchedule]) -> None:
+        self.make = make
+
+    def of_length(self, steps: int) -> NoiseSchedule:
+        return self.make(steps)
+
+    def _refuse(self, *_):
+        raise ValueError(
+            "The noise schedule does not know yet for how many steps it is: fit settles that, at "
+            "its start, and so does calibrate. To use or save it before, give it its steps."
+        )
+
+    alphas = alpha = get_config = _refuse
+
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return id(self)
+
+
+def from_function(function: Callable[[int], float], steps: int | None = None) -> NoiseSchedule:
     """α_t = function(t) for t = 1, …, T, evaluated now.
 
     Args:
         function: of an integer; positive numbers.
-        steps: T.
+        steps: T; None for those of the first `fit`.
     """
+    if steps is None:
+        return Open(lambda steps: from_function(function, steps))
     return Fixed([float(function(t)) for t in range(1, steps + 1)])
 
 
@@ -146,13 +173,12 @@ def allocate(weights: npt.ArrayLike, mechanism: Mechanism | str = "gaussian") ->
     if weights.ndim != 1 or not np.all((weights > 0) & np.isfinite(weights)):
         raise ValueError("weights must be a list of positive finite numbers, one a step.")
     power = _budget_exponent(mechanism)
-    weights = weights / weights.max()  # only their ratios matter, and powers must not overflow
-    alphas = weights ** (-1 / (2 + power))
-    return Fixed(alphas * np.mean(alphas**-power) ** (1 / power))
+    spent = len(weights) * budgets.shares(weights, power)  # 1 at a step of an equal share
+    return Fixed(spent ** (-1 / power))
 
 
 def _budget_exponent(mechanism):
-    power = identifiers.get(mechanism).budget_exponent
+    power = get_mechanism(mechanism).budget_exponent
     if power is None:
         raise ValueError(
             "A budget can be spent unevenly with noise that is independent from step to step: "
@@ -163,9 +189,9 @@ def _budget_exponent(mechanism):
 
 def inverse_root_step_size(
     learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,
-    steps: int,
+    steps: int | None = None,
     mechanism: Mechanism | str = "gaussian",
-) -> Fixed:
+) -> NoiseSchedule:
     """ADP-SGD's schedule: less noise where steps are large, α_t ∝ η_t^(−1/2).
 
     That is `allocate` with w_t = η_t² (with Laplace noise, α_t ∝ η_t^(−2/3)).
@@ -173,15 +199,17 @@ def inverse_root_step_size(
     Args:
         learning_rate: a Keras `LearningRateSchedule`, evaluated now at steps 0, …, T − 1; or a
             number, for constant noise.
-        steps: T.
+        steps: T; None for those of the first `fit`.
         mechanism: what the optimizer's `noise` is.
 
     Raises:
         ValueError: a step size is not positive and finite.
 
-    Reference: Algorithm 1 and Theorem 5.2 of the paper on adaptive noise for differentially private
-    SGD (ADP-SGD).
+    Reference: Wu, Wang, Cristali, Gu and Willett, "Adaptive differentially private empirical risk
+    minimization", 2021, arXiv:2110.07435, Algorithm 1 and Remark 4.1.
     """
+    if steps is None:
+        return Open(lambda steps: inverse_root_step_size(learning_rate, steps, mechanism))
     if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         rates = np.array([float(learning_rate(step)) for step in range(steps)])
     else:
@@ -200,7 +228,7 @@ def nesterov_optimal(
     strong_convexity: float,
     smoothness: float,
     learning_rate: float,
-    steps: int,
+    steps: int | None = None,
     mechanism: Mechanism | str = "gaussian",
     *,
     initial_error: float | None = None,
@@ -208,7 +236,7 @@ def nesterov_optimal(
     epsilon: float | None = None,
     sampling_probability: float = 1.0,
     authors: bool = False,
-) -> Fixed:
+) -> NoiseSchedule:
     """The schedule that minimises the error bound of `DPNesterov` after the last step.
 
     Later steps get less noise, since what earlier ones added has died away:
@@ -218,10 +246,10 @@ def nesterov_optimal(
         strong_convexity: μ.
         smoothness: L.
         learning_rate: α, constant.
-        steps: T, the most steps to take.
+        steps: T, the most steps to take; None for those of the first `fit`.
         mechanism: what the optimizer's `noise` is.
         initial_error: E_0 ≥ F(x_0) − F*, a guess. With `noise_cost`, the schedule ends after the
-            number of steps T' ≤ T for which the bound is least; `len(schedule.values)` tells.
+            number of steps T' ≤ T for which the bound is least; its `length` tells.
         noise_cost: what the noise would add to the bound if the whole budget went to one step of
             weight 1: d·S₁²/(n²ε²) for Laplace noise on n examples in d dimensions; see
             `theory.optimal_bounds`.
@@ -235,19 +263,25 @@ def nesterov_optimal(
     Raises:
         ValueError: L < μ, or a number is out of range.
 
-    Reference: sections 4.1 and 4.2 of the paper on accelerated private methods.
+    Reference: Kuru, Birbil, Gürbüzbalaban and Yıldırım, "Differentially private accelerated
+    optimization algorithms", SIAM Journal on Optimization 32(2), 2022, doi:10.1137/20M1355847,
+    arXiv:2008.01989, sections 4.1 and 4.2.
     """
 
-    recursion = theory.nesterov_recursion(
-        strong_convexity, smoothness, learning_rate, steps, authors
+    def recursion(steps):
+        return theory.nesterov_recursion(
+            strong_convexity, smoothness, learning_rate, steps, authors
+        )
+
+    return _optimal(
+        recursion, steps, mechanism, initial_error, noise_cost, epsilon, sampling_probability
     )
-    return _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability)
 
 
 def multistage_optimal(
     strong_convexity: float,
     smoothness: float,
-    steps: int,
+    steps: int | None = None,
     c: float = 1.0,
     p: float = 1,
     mechanism: Mechanism | str = "gaussian",
@@ -257,7 +291,7 @@ def multistage_optimal(
     epsilon: float | None = None,
     sampling_probability: float = 1.0,
     authors: bool = False,
-) -> Fixed:
+) -> NoiseSchedule:
     """The schedule that minimises the error bound of `DPMultistageNesterov` after the last step.
 
     Args:
@@ -270,14 +304,26 @@ def multistage_optimal(
     Raises:
         ValueError: L < μ, or a number is out of range.
 
-    Reference: section 4.3 of the paper on accelerated private methods.
+    Reference: Kuru, Birbil, Gürbüzbalaban and Yıldırım, "Differentially private accelerated
+    optimization algorithms", SIAM Journal on Optimization 32(2), 2022, doi:10.1137/20M1355847,
+    arXiv:2008.01989, section 4.3.
     """
 
-    recursion = theory.multistage_recursion(strong_convexity, smoothness, steps, c, p, authors)
-    return _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, sampling_probability)
+    def recursion(steps):
+        return theory.multistage_recursion(strong_convexity, smoothness, steps, c, p, authors)
+
+    return _optimal(
+        recursion, steps, mechanism, initial_error, noise_cost, epsilon, sampling_probability
+    )
 
 
-def _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, probability):
+def _optimal(recursion_of, steps, mechanism, *others):
+    if steps is None:
+        return Open(lambda steps: _optimal(recursion_of, steps, mechanism, *others))
+    return _least_bound(recursion_of(steps), mechanism, *others)
+
+
+def _least_bound(recursion, mechanism, initial_error, noise_cost, epsilon, probability):
     power = _budget_exponent(mechanism)
     if (initial_error is None) != (noise_cost is None):
         raise ValueError("The number of steps is chosen with both initial_error and noise_cost.")
@@ -292,21 +338,22 @@ def _optimal(recursion, mechanism, initial_error, noise_cost, epsilon, probabili
     if not (0 < epsilon < math.inf and 0 < probability < 1):
         raise ValueError("epsilon must be positive, and sampling_probability in (0, 1].")
     shares = theory.allocate_epsilon(per_step, epsilon)
-    # What a step's epsilon on the sample comes from: ln(1 + (e^ε − 1)/q) = 1/λ.
-    alphas = 1 / np.log1p(np.expm1(shares) / probability)
+    alphas = 1 / amplified(
+        shares, 1 / probability
+    )  # what a step's epsilon on the sample comes from
     return Fixed(alphas / np.exp(np.mean(np.log(alphas))))
 
 
 def get(
     identifier: NoiseSchedule | Sequence[float] | np.ndarray | Mapping[str, Any] | None,
 ) -> NoiseSchedule:
-    """Resolves None (constant noise), a list of factors, a `NoiseSchedule` or a serialised one."""
+    """Resolves None (constant noise), a list of factors, a `NoiseSchedule` or a serialised one.
+
+    Raises:
+        ValueError: it is none of these, such as a function, which is not fixed in advance.
+    """
     if identifier is None:
         return Constant()
-    if isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
-    if isinstance(identifier, NoiseSchedule):
-        return identifier
     if isinstance(identifier, list | tuple | np.ndarray):
         return Fixed(identifier)
     if callable(identifier):
@@ -314,7 +361,5 @@ def get(
             "A noise schedule must be fixed before training, for a given number of steps: "
             "noise_schedule=schedules.from_function(function, steps)."
         )
-    raise ValueError(
-        "noise_schedule must be None, a list of factors or a dp_keras_opt.noise.schedules "
-        f"object; received {identifier!r}."
-    )
+    others = "None, a list of factors, or an object of dp_keras_opt.noise.schedules"
+    return identifiers.resolve(identifier, NoiseSchedule, {}, "noise_schedule", others)

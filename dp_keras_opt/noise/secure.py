@@ -1,14 +1,17 @@
 """Noise that withstands attacks on floating-point numbers and on the generator.
 
 Ordinary noise is made of 64 bits by a formula: not every number can come out, and which ones can
-be *sums* of a value and such noise tells something about the value (Mironov 2012). And the
-generator, Philox, is good for simulations, but is not made against an adversary. Here
+be *sums* of a value and such noise tells something about the value. And the generator, Philox, is
+good for simulations, but is not made against an adversary. Here
 
 - each draw is made of four uniform ones in double precision, so that there are too many ways to a
-  number to try them all (Holohan and Braghin 2021, "Secure random sampling in differential
-  privacy"); it is added in double precision, and only the result is rounded;
+  number to try them all; it is added in double precision, and only the result is rounded;
 - the bits are those of ChaCha20 (RFC 8439, of the package `cryptography`), keyed by the operating
   system.
+
+References: Mironov, "On significance of the least significant bits for differential privacy", CCS
+2012, doi:10.1145/2382196.2382264 (the attack); Holohan and Braghin, "Secure random sampling in
+differential privacy", ESORICS 2021, arXiv:2107.10138 (the draws).
 """
 
 import math
@@ -18,9 +21,8 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt import replicas
-from dp_keras_opt.noise import bits
-from dp_keras_opt.noise.entropy import NoiseSource
+from dp_keras_opt import workers
+from dp_keras_opt.noise.source import NoiseSource
 
 _REKEY = 2**38 - 2**32  # bytes: beyond 256 GB, the block counter of ChaCha20 would begin anew
 
@@ -36,6 +38,7 @@ class SecureNoiseSource(NoiseSource):
     """
 
     dtype = tf.float64
+    can_repeat = False  # ChaCha20 goes on and never back
 
     def __init__(self):
         try:
@@ -53,7 +56,7 @@ class SecureNoiseSource(NoiseSource):
         return SecureNoiseSource, ()
 
     def share(self, strategy):
-        if replicas.place(strategy)[1] > 1:
+        if workers.place(strategy)[1] > 1:
             raise ValueError(
                 "secure_noise=True is not for several workers: nothing here makes them draw the "
                 "same numbers. Train within one process, or without secure_noise."
@@ -74,32 +77,12 @@ class SecureNoiseSource(NoiseSource):
             self._left -= count
             return self._stream.update(bytes(count))
 
-    def _words(self, *shape):
-        def draw():
+    def words(self, *shape):
+        def given():
             return np.frombuffer(self.random_bytes(8 * math.prod(shape)), np.int64).reshape(shape)
 
         # Stateful: the graph may neither merge nor leave out nor repeat calls.
-        return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64, stateful=True), shape)
+        return tf.ensure_shape(tf.numpy_function(given, [], tf.int64, stateful=True), shape)
 
-    def normal(self, shape):
-        """Fresh standard normals, float64: two by Box and Muller's method, added, over √2."""
-        return self._sum_of_two(shape, lambda words: tf.sqrt(bits.exponential(words, self.dtype)))
-
-    def normal_and_rest(self, shape):
-        return self.normal(shape), bits.rest(self._words(*shape), self.dtype)
-
-    def laplace(self, shape):
-        """Fresh Laplace draws of scale 1, float64.
-
-        With an exponential e and a uniform angle v, e·cos v is half the difference of two squared
-        normals; two such make a difference of two exponential draws.
-        """
-        return self._sum_of_two(shape, lambda words: bits.exponential(words, self.dtype))
-
-    def _sum_of_two(self, shape, radius):
-        """Σ r·cos v of two radii and angles, where cancelling leaves neither a 0 nor a grid."""
-        words = self._words(5, math.prod(shape))
-        cosines, _ = bits.circle(words[2:4], self.dtype)
-        total = tf.reduce_sum(radius(words[:2]) * cosines, axis=0)
-        # What is less than the two numbers' last digit is not in their sum: it is drawn.
-        return tf.reshape(total + 2.0**-53 * bits.rest(words[4], self.dtype), shape)
+    def draw(self, distribution, shape):
+        return distribution.secure(self, shape)

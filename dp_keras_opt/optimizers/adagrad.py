@@ -8,7 +8,11 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
-from dp_keras_opt.types import LearningRate
+from dp_keras_opt.optimizers.moments import SecondMomentLike
+from dp_keras_opt.optimizers.projection import GaLore
+from dp_keras_opt.optimizers.recursions import running_sum
+from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.types import ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -22,10 +26,16 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
         learning_rate: a float, a Keras schedule or a callable. Defaults to 0.001.
         initial_accumulator_value: v before the first step. Defaults to 0.0.
         epsilon: added to the root. Defaults to 1e-7.
-        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
-        second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
-        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.Adagrad`:
-            `weight_decay`, `use_ema` and others.
+        {{private_arguments}}
+        {{keras_arguments}}
+
+    Raises:
+        ValueError: an argument is out of range, or would mean something else here than in Keras.
+
+    Reference: Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and
+    stochastic optimization", JMLR 12, 2011, https://jmlr.org/papers/v12/duchi11a.html; Ganesh,
+    McMahan and Thakurta, "On design principles for private adaptive optimizers", 2025,
+    arXiv:2507.01129v1, Algorithms 5 to 9.
     """
 
     def __init__(
@@ -35,8 +45,17 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
         epsilon: float = 1e-7,
         *,
         clip_norm: float,
-        batch_size: int,
+        batch_size: int | None = None,
         noise_multiplier: float | None = None,
+        second_moment: SecondMomentLike = "post_processing",
+        noise: NoiseLike = "gaussian",
+        noise_schedule: NoiseScheduleLike = None,
+        clipping: ClippingStyle = "flat",
+        normalize: bool = False,
+        gradient_filter: FilterLike = None,
+        projection: GaLore | None = None,
+        secure_noise: bool = False,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -46,6 +65,15 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
             clip_norm=clip_norm,
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
+            second_moment=second_moment,
+            noise=noise,
+            noise_schedule=noise_schedule,
+            clipping=clipping,
+            normalize=normalize,
+            gradient_filter=gradient_filter,
+            projection=projection,
+            secure_noise=secure_noise,
+            seed=seed,
             **kwargs,
         )
 
@@ -53,12 +81,12 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
     def second_moments(self) -> Sequence[keras.Variable]:
         return self._accumulators
 
-    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
-        return v + square
+    def accumulate(self, v: Any, square: Any) -> Any:
+        return running_sum(v, square)
 
     def update_step(
         self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
     ) -> None:
         gradient = ops.cast(gradient, variable.dtype)
         rate = ops.cast(learning_rate, variable.dtype)
-        self._descend(variable, rate * gradient / self._take_in(variable))
+        self._move(variable, rate * gradient / self._root(variable))

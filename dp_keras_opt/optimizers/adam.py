@@ -8,7 +8,11 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer, debiased
-from dp_keras_opt.types import LearningRate
+from dp_keras_opt.optimizers.moments import SecondMomentLike
+from dp_keras_opt.optimizers.projection import GaLore
+from dp_keras_opt.optimizers.recursions import running_mean
+from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.types import ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -22,16 +26,20 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
 
     Args:
         learning_rate: a float, a Keras schedule or a callable. Defaults to 0.001.
-        beta_1, beta_2: decay of the moments. Default to 0.9 and 0.999.
+        beta_1: decay of the first moment. Defaults to 0.9.
+        beta_2: decay of the second moment. Defaults to 0.999.
         epsilon: added to the root of the second moment. Defaults to 1e-7.
         amsgrad: whether to divide by the largest v so far. Defaults to False.
-        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
-        second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
-        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.Adam`:
-            `weight_decay`, `use_ema` and others.
+        {{private_arguments}}
+        {{keras_arguments}}
 
-    Reference: Algorithms 5 to 9 of the paper on design principles for private adaptive optimizers;
-    Kingma and Ba, "Adam", ICLR 2015.
+    Raises:
+        ValueError: an argument is out of range, or would mean something else here than in Keras.
+
+    Reference: Ganesh, McMahan and Thakurta, "On design principles for private adaptive optimizers",
+    2025, arXiv:2507.01129v1, Algorithms 5 to 9; Kingma and Ba, "Adam: a method for stochastic
+    optimization", ICLR 2015, arXiv:1412.6980, Algorithm 1; `amsgrad`: Reddi, Kale and Kumar, "On
+    the convergence of Adam and beyond", ICLR 2018, arXiv:1904.09237, Algorithm 2.
     """
 
     def __init__(
@@ -43,8 +51,17 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
         amsgrad: bool = False,
         *,
         clip_norm: float,
-        batch_size: int,
+        batch_size: int | None = None,
         noise_multiplier: float | None = None,
+        second_moment: SecondMomentLike = "post_processing",
+        noise: NoiseLike = "gaussian",
+        noise_schedule: NoiseScheduleLike = None,
+        clipping: ClippingStyle = "flat",
+        normalize: bool = False,
+        gradient_filter: FilterLike = None,
+        projection: GaLore | None = None,
+        secure_noise: bool = False,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -56,28 +73,23 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
             clip_norm=clip_norm,
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
+            second_moment=second_moment,
+            noise=noise,
+            noise_schedule=noise_schedule,
+            clipping=clipping,
+            normalize=normalize,
+            gradient_filter=gradient_filter,
+            projection=projection,
+            secure_noise=secure_noise,
+            seed=seed,
             **kwargs,
         )
 
-    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
-        return v + (square - v) * (1 - self.beta_2)
+    def accumulate(self, v: Any, square: Any) -> Any:
+        return running_mean(v, square, self.beta_2)
 
     def corrected(self, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
         return debiased(v, self.beta_2, steps)
-
-    def update_step(
-        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
-    ) -> None:
-        gradient = ops.cast(gradient, variable.dtype)
-        rate = ops.cast(learning_rate, variable.dtype)
-        root = self._take_in(variable)
-        if self.gradient_filter is None:  # otherwise the filter is the first moment
-            m = self._momentums[self._get_variable_index(variable)]
-            self.assign_add(m, (gradient - m) * (1 - self.beta_1))
-            gradient = ops.convert_to_tensor(m)
-            steps = self._steps(self.iterations + 1)
-            rate = debiased(rate, self.beta_1, steps)  # instead of m: a scalar
-        self._descend(variable, rate * gradient / root)
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
@@ -87,9 +99,21 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
     def geometry_moments(self) -> Sequence[keras.Variable]:
         return self._velocity_hats if self.amsgrad else self._velocities
 
-    def dominant(self, index: int, v: tf.Tensor) -> tf.Tensor:
-        if not self.amsgrad:
-            return v
-        largest = self._velocity_hats[index]
-        self.assign(largest, ops.maximum(largest, v))
-        return ops.convert_to_tensor(largest)
+    def _update_second_moment(self, released, gradients):
+        super()._update_second_moment(released, gradients)
+        if self.amsgrad:
+            for largest, v in zip(self._velocity_hats, self._velocities, strict=True):
+                self.assign(largest, ops.maximum(largest, v))
+
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
+        gradient = ops.cast(gradient, variable.dtype)
+        rate = ops.cast(learning_rate, variable.dtype)
+        if self.gradient_filter is None:  # otherwise the filter is the first moment
+            m = self._momentums[self._get_variable_index(variable)]
+            self.assign_add(m, (gradient - m) * (1 - self.beta_1))
+            gradient = ops.convert_to_tensor(m)
+            steps = self._steps_in_moments(self.iterations + 1)
+            rate = debiased(rate, self.beta_1, steps)  # instead of m: a scalar
+        self._move(variable, rate * gradient / self._root(variable))

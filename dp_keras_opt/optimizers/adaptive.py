@@ -11,8 +11,11 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt import deprecation
 from dp_keras_opt.optimizers import moments
-from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer, _FrozenAtBuild
+from dp_keras_opt.optimizers.moments import SecondMomentLike
+from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.settings import Setting
 
 if TYPE_CHECKING:
     from dp_keras_opt.accounting.sampling import Sampling
@@ -25,24 +28,31 @@ class AdaptiveOptimizer(PrivateOptimizer):
     """Mixin of the adaptive rules.
 
     A rule says how v takes in a square (`accumulate`), how v̂ follows from v (`corrected`), and its
-    `update_step`; where the squares come from is the business of `second_moment`.
+    `update_step`, which divides by `_root(variable)`; where the squares come from is the business
+    of `second_moment`.
 
     Args:
-        second_moment: "post_processing", "bias_corrected", "independent", "scale_then_privatize",
-            "side_information" (with public rows), "noiseless", or an object of
-            `dp_keras_opt.optimizers.moments` (which has the options of each, and `Joint`).
-        *args, **kwargs: those of `PrivateOptimizer`.
+        *args: those of the Keras optimizer.
+        second_moment: see below.
+        **kwargs: those of `PrivateOptimizer`.
     """
 
-    # A copy, since a source remembers what belongs to one optimizer.
-    second_moment = _FrozenAtBuild(lambda name, value: copy.copy(moments.get(value)))
+    second_moment = Setting(
+        # A copy, since a source has state that belongs to one optimizer.
+        lambda name, value: copy.copy(moments.get(value)),
+        'where v comes from: "post_processing", "bias_corrected", "independent", '
+        '"scale_then_privatize", "side_information" (with public rows), "noiseless", or an object '
+        "of `dp_keras_opt.optimizers.moments` (which has the options of each, and `Joint`).",
+    )
 
     #: Whether v̂ is linear in the squares that v took in.
     linear = True
 
     takes_projection = True
 
-    def __init__(self, *args, second_moment="post_processing", **kwargs):
+    def __init__(
+        self, *args: Any, second_moment: SecondMomentLike = "post_processing", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.epsilon = float(self.epsilon)  # a NumPy number would bring its dtype along
         self.second_moment = second_moment
@@ -50,7 +60,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
 
     # The rule.
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: Any, square: Any) -> Any:
         """The next v; tensors or scalars."""
         raise TypeError(f"{type(self).__name__} does not define how v accumulates.")
 
@@ -65,12 +75,9 @@ class AdaptiveOptimizer(PrivateOptimizer):
 
     @property
     def geometry_moments(self) -> Sequence[keras.Variable]:
-        """The variables whose values the geometry is made of: v, unless the rule says otherwise."""
+        """What the steps are divided by the root of, and the geometry is made of: v, unless the
+        rule says otherwise."""
         return self.second_moments
-
-    def dominant(self, index: int, v: tf.Tensor) -> tf.Tensor:
-        """What of v the step is divided by; AMSGrad takes the largest so far."""
-        return v
 
     # The flow of a step.
 
@@ -81,11 +88,15 @@ class AdaptiveOptimizer(PrivateOptimizer):
         super().build(variables)
         self.second_moment.build(self, variables)
 
+    def prepare(self, variables: Sequence[keras.Variable]) -> None:
+        super().prepare(variables)
+        self.second_moment.prepare(self)
+
     def queries(self) -> tuple[Query, ...]:
         return self.second_moment.queries(self)
 
-    def check_projection(self) -> None:
-        super().check_projection()
+    def _check_projection(self):
+        super()._check_projection()
         self.second_moment.check_projection()
 
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
@@ -100,32 +111,34 @@ class AdaptiveOptimizer(PrivateOptimizer):
         return self.second_moment.needs_public
 
     def update(self, released: Sequence[Released]) -> None:
-        gradients = self._regularized(self.second_moment.receive(self, released))
-        self._apply(gradients, self.second_moment.noise_std(released))
+        answer = released[0].unscaled()
+        gradients = self._projected(self._regularized(answer.value))
+        self._update_second_moment(released, gradients)
+        self._step(self._filtered(gradients, answer.noise_std))
+
+    def _update_second_moment(self, released, gradients):
+        """v takes in this step: what was released, and the gradients where the rule works."""
+        pairs = zip(gradients, self.second_moments, strict=True)
+        self.second_moment.update(self, released, [ops.cast(g, v.dtype) for g, v in pairs])
+
+    def _root(self, variable):
+        """What the step of a variable is divided by, from v after this step's update."""
+        v = ops.convert_to_tensor(self.geometry_moments[self._get_variable_index(variable)])
+        source, steps = self.second_moment, self._steps_in_moments(self.iterations + 1)
+        return source.root(self, source.estimate(self, v, steps))
 
     @property
     def second_moment_estimates(self) -> list[tf.Tensor]:
+        steps = self._steps_in_moments(self.iterations)
         return [
-            self.second_moment.estimate(
-                self, ops.convert_to_tensor(v), self._steps(self.iterations)
-            )
+            self.second_moment.estimate(self, ops.convert_to_tensor(v), steps)
             for v in self.geometry_moments
         ]
 
-    def _take_in(self, variable):
-        """Updates v of one variable and returns what its step is divided by."""
-        index = self._get_variable_index(variable)
-        v = self.second_moments[index]
-        gradient = ops.cast(self._unfiltered[index], variable.dtype)
-        source = self.second_moment
-        self.assign(v, source.accumulate(self, index, ops.convert_to_tensor(v), gradient))
-        v = self.dominant(index, ops.convert_to_tensor(v))
-        return source.root(self, source.estimate(self, v, self._steps(self.iterations + 1)))
-
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {
-            "second_moment": keras.saving.serialize_keras_object(self.second_moment)
-        }
+    def dominant(self, index: int, v: tf.Tensor) -> tf.Tensor:
+        """Deprecated: use `geometry_moments`."""
+        deprecation.warn(f"{type(self).__name__}.dominant", "geometry_moments")
+        return ops.convert_to_tensor(self.geometry_moments[index])
 
 
 def debiased(moment, beta, steps):

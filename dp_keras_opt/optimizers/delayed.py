@@ -1,4 +1,4 @@
-"""DP²: private training with delayed preconditioners (the DP² paper, Algorithm 1).
+"""DP²: private training with delayed preconditioners.
 
 A cycle of s1 + s2 steps. In the SGD phase the plain gradient is released, and averaged over the s1
 steps the noise in it falls by √s1; the average refreshes v. In the adaptive phase the examples are
@@ -8,7 +8,6 @@ step. One σ serves both phases, so the cost is that of DP-SGD.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,20 +17,22 @@ from keras import ops
 
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise.mechanism import Release
-from dp_keras_opt.optimizers.private_optimizer import (
-    PrivateOptimizer,
-    _bool,
-    _clip_norm,
-    _FrozenAtBuild,
-    _one_of,
+from dp_keras_opt.optimizers import settings
+from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
+from dp_keras_opt.optimizers.recursions import bounded_step, running_mean, running_sum
+from dp_keras_opt.optimizers.settings import (
+    FilterLike,
+    NoiseLike,
+    NoiseScheduleLike,
+    Setting,
 )
-from dp_keras_opt.types import LearningRate
+from dp_keras_opt.types import ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.clipping.query import Query
     from dp_keras_opt.noise.release import Released
 
-_ABLATIONS = (None, "extra_query", "noise_before_preconditioning")
+_Ablation = Literal["extra_query", "noise_before_preconditioning"]
 
 
 def _delay(name: str, value: Any) -> tuple[int, ...]:
@@ -52,28 +53,35 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         adaptive_learning_rate: η2 of the adaptive phase, a float or a Keras schedule. Defaults to
             0.1.
         epsilon: ε of the geometry 1/(√v + ε). Defaults to 1e-7.
-        delay: (s1, s2), lengths of the phases in steps; one number for both. Defaults to 100.
         clip_norm: C1 of the SGD phase.
-        adaptive_clip_norm: C2 of the adaptive phase, for preconditioned gradients.
-        subtract_noise: whether the variance that the noise adds to the averaged square,
-            σ²C1²/(s1·B²), is taken off before v takes it in (never below 0).
-        ablation: None, or one of the paper's two: "extra_query" (the plain gradient is released at
-            every step, beside the preconditioned one: two releases from one batch, accounted as
-            such at every step; v is refreshed at the first step and every s1 steps) and
-            "noise_before_preconditioning" (the gradient is clipped and noised as it is, then
-            divided by √v + ε).
-        batch_size: see `PrivateOptimizer`.
-        **kwargs: the others of `PrivateOptimizer`, and of Keras's optimizers:
-            `weight_decay`, `use_ema` and others.
+        {{private_arguments}}
+        {{keras_arguments}}
 
     Raises:
         ValueError: a phase is not at least one step long, or an argument is out of range.
+
+    Reference: Li, Zaheer, Liu, Reddi, McMahan and Smith, "Differentially private adaptive
+    optimization with delayed preconditioners", ICLR 2023, arXiv:2212.00309, Algorithm 1; the
+    ablations are its variants 1 (Algorithm 2) and 2.
     """
 
-    adaptive_clip_norm = _FrozenAtBuild(_clip_norm)
-    delay = _FrozenAtBuild(_delay)
-    subtract_noise = _FrozenAtBuild(_bool)
-    ablation = _FrozenAtBuild(_one_of(*_ABLATIONS))
+    adaptive_clip_norm = Setting(
+        settings.clip_norm, "C2 of the adaptive phase, for preconditioned gradients."
+    )
+    delay = Setting(_delay, "(s1, s2), lengths of the phases in steps; one number for both.")
+    subtract_noise = Setting(
+        settings.boolean,
+        "whether the variance that the noise adds to the averaged square, σ²C1²/(s1·B²), is taken "
+        "off before v takes it in (never below 0).",
+    )
+    ablation = Setting(
+        settings.one_of(None, "extra_query", "noise_before_preconditioning"),
+        'None, or one of the paper\'s two: "extra_query" (the plain gradient is released at every '
+        "step, beside the preconditioned one: two releases from one batch, accounted as such at "
+        "every step; v is refreshed at the first step and every s1 steps) and "
+        '"noise_before_preconditioning" (the gradient is clipped and noised as it is, then divided '
+        "by √v + ε).",
+    )
 
     def __init__(
         self,
@@ -82,26 +90,43 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         epsilon: float = 1e-7,
         delay: int | Sequence[int] = 100,
         *,
-        clip_norm: float,
         adaptive_clip_norm: float,
-        batch_size: int,
         subtract_noise: bool = False,
-        ablation: Literal["extra_query", "noise_before_preconditioning"] | None = None,
+        ablation: _Ablation | None = None,
+        clip_norm: float,
+        batch_size: int | None = None,
+        noise_multiplier: float | None = None,
+        noise: NoiseLike = "gaussian",
+        noise_schedule: NoiseScheduleLike = None,
+        clipping: ClippingStyle = "flat",
+        normalize: bool = False,
+        gradient_filter: FilterLike = None,
+        secure_noise: bool = False,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            learning_rate=learning_rate, clip_norm=clip_norm, batch_size=batch_size, **kwargs
+            learning_rate=learning_rate,
+            clip_norm=clip_norm,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            noise=noise,
+            noise_schedule=noise_schedule,
+            clipping=clipping,
+            normalize=normalize,
+            gradient_filter=gradient_filter,
+            secure_noise=secure_noise,
+            seed=seed,
+            **kwargs,
         )
-        if not isinstance(epsilon, numbers.Real) or not 0 < epsilon < float("inf"):
-            raise ValueError(f"epsilon must be positive and finite, received {epsilon!r}.")
         self.adaptive_learning_rate = adaptive_learning_rate
-        self.epsilon = float(epsilon)
+        self.epsilon = settings.positive("epsilon", epsilon)
         self.delay = delay
         self.adaptive_clip_norm = adaptive_clip_norm
         self.subtract_noise = subtract_noise
         self.ablation = ablation
 
-    def accumulate(self, v, square):
+    def accumulate(self, v: Any, square: Any) -> Any:
         """The next v."""
         raise TypeError(f"{type(self).__name__} does not define how v accumulates.")
 
@@ -132,7 +157,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         return [ops.convert_to_tensor(v) for v in self._second_moments]
 
     def _geometry(self, adaptive):
-        """In float32, like the gradients, whatever the variables are."""
+        """s of this step, in float32 like the gradients, whatever the variables are."""
         return [
             ops.where(adaptive, 1.0 / (ops.sqrt(ops.cast(v, "float32")) + self.epsilon), 1.0)
             for v in self._second_moments
@@ -152,41 +177,45 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def update(self, released: Sequence[Released]) -> None:
         adaptive, refresh = self._phase
-        geometry = self._geometry(adaptive)
-        noise_std = released[0].noise_std
-        if self.ablation == "noise_before_preconditioning":
-            plain = self._regularized(released[0].value)
-            steps = [g * s for g, s in zip(plain, geometry, strict=True)]
-            noise_std = [noise_std * s for s in geometry]
-        else:
-            steps = plain = self._regularized(released[0].value, geometry)
+        answer, plain = (
+            part._replace(value=self._regularized(part.value))
+            for part in (released[0].unscaled(), released[-1].unscaled())
+        )
+        gradients = answer.value
         if self.ablation == "extra_query":
-            plain = self._regularized(released[1].value)
-            steps = [ops.where(refresh, p, g) for p, g in zip(plain, steps, strict=True)]
-        power = ops.square(ops.convert_to_tensor(released[-1].noise_std, "float32"))
-        if self.ablation == "extra_query":
-            self._collect(plain, power, refresh)
-        else:  # gradients of the adaptive phase never enter the sum
-            tf.cond(adaptive, lambda: None, lambda: self._collect(plain, power, refresh))
-        self._apply(steps, noise_std)
+            pairs = zip(plain.value, gradients, strict=True)
+            gradients = [ops.where(refresh, p, g) for p, g in pairs]
+        # Filtered in the coordinates of the gradient: the same thing in both phases.
+        gradients = self._filtered(gradients, answer.noise_std)
+        # Not the geometry of the query where the noise comes before the preconditioning.
+        geometry = released[0].scale or self._geometry(adaptive)
+        steps = self._preconditioned(gradients, geometry, self._rate(adaptive))
+        self._collect(adaptive, refresh, plain.value, released[-1].noise_std)
+        self._step(steps)
 
-    def _filtered(self, gradients, noise_std):
-        """Plain gradients are what is filtered: the same thing in both phases."""
-        if self.gradient_filter is None:
-            return gradients
-        geometry = self._geometry(self._phase[0])
-        stds = noise_std if isinstance(noise_std, list) else [noise_std] * len(gradients)
-        plain = [g / s for g, s in zip(gradients, geometry, strict=True)]
-        stds = [std / s for std, s in zip(stds, geometry, strict=True)]
-        smooth = super()._filtered(plain, stds)
-        return [g * s for g, s in zip(smooth, geometry, strict=True)]
+    def _preconditioned(self, gradients, geometry, rate):
+        """rate·s·(gradient + weight_decay·w) of each variable."""
+        steps = []
+        for g, s, variable in zip(gradients, geometry, self._trainable_variables, strict=True):
+            if self.weight_decay is not None and self._use_weight_decay(variable):
+                g = g + self.weight_decay * ops.cast(variable, g.dtype)
+            steps.append(rate * s * g)
+        return steps
 
-    def _collect(self, plain, power, refresh):
+    def _collect(self, adaptive, refresh, plain, noise_std):
         """Adds a released plain gradient to the sum; at its end v takes in the mean squared."""
-        self.assign_add(self._noise_power, power)
-        for total, g in zip(self._sums, plain, strict=True):
-            self.assign_add(total, g)
-        tf.cond(refresh, self._refresh, lambda: None)
+
+        def collect():
+            power = ops.square(ops.convert_to_tensor(noise_std, "float32"))
+            self.assign_add(self._noise_power, power)
+            for total, g in zip(self._sums, plain, strict=True):
+                self.assign_add(total, g)
+            tf.cond(refresh, self._refresh, lambda: None)
+
+        if self.ablation == "extra_query":
+            collect()
+        else:  # gradients of the adaptive phase never enter the sum
+            tf.cond(adaptive, lambda: None, collect)
 
     def _refresh(self):
         count = self._count()
@@ -206,39 +235,25 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     def update_step(
         self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
     ) -> None:
-        rate = ops.cast(self._rate(learning_rate), variable.dtype)
-        self.assign_sub(variable, rate * ops.cast(gradient, variable.dtype))
+        # What `update` hands on is the step itself: the rate is that of the phase.
+        self.assign_sub(variable, ops.cast(gradient, variable.dtype))
 
     def _apply_weight_decay(self, variables):
-        if self.weight_decay is None:
-            return
-        decay = self.weight_decay * self._rate(self.learning_rate)
-        geometry = self._geometry(self._phase[0])
-        for variable, s in zip(variables, geometry, strict=True):
-            if self._use_weight_decay(variable):
-                value = ops.convert_to_tensor(variable)
-                self.assign_sub(variable, ops.cast(decay * s, value.dtype) * value)
+        """It is part of the step, since it is preconditioned too."""
 
-    def _rate(self, learning_rate):
+    def _rate(self, adaptive):
         """The learning rate of the phase."""
         rate = self.adaptive_learning_rate
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = rate(self.iterations)
-        adaptive, _ = self._phase
-        return ops.where(adaptive, ops.cast(rate, "float32"), ops.cast(learning_rate, "float32"))
+        plain = ops.cast(self.learning_rate, "float32")
+        return ops.where(adaptive, ops.cast(rate, "float32"), plain)
 
     def get_config(self) -> dict[str, Any]:
         rate = self.adaptive_learning_rate
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = keras.saving.serialize_keras_object(rate)
-        return super().get_config() | {
-            "adaptive_learning_rate": rate,
-            "epsilon": self.epsilon,
-            "delay": list(self.delay),
-            "adaptive_clip_norm": self.adaptive_clip_norm,
-            "subtract_noise": self.subtract_noise,
-            "ablation": self.ablation,
-        }
+        return super().get_config() | {"adaptive_learning_rate": rate, "epsilon": self.epsilon}
 
     @classmethod
     def from_config(
@@ -252,14 +267,77 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
 class DP2RMSprop(DelayedPreconditioner):
-    """DP² with v ← ρ·v + (1−ρ)·ḡ². Arguments: `rho` (0.9) and those of `DelayedPreconditioner`."""
+    """DP² with v ← ρ·v + (1−ρ)·ḡ², ḡ the mean of the gradients of an SGD phase.
 
-    def __init__(self, *args: Any, rho: float = 0.9, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    In the SGD phase w ← w − η1·g̃, in the adaptive phase w ← w − η2·g̃ with g̃ the privatized mean of
+    the gradients preconditioned by 1/(√v + ε). Regularisers and `weight_decay` are preconditioned
+    as the gradient of the loss is.
+
+    Args:
+        learning_rate: η1 of the SGD phase, a float, a Keras schedule or a callable. Defaults to
+            0.1.
+        adaptive_learning_rate: η2 of the adaptive phase, a float or a Keras schedule. Defaults to
+            0.1.
+        epsilon: ε of the geometry 1/(√v + ε). Defaults to 1e-7.
+        rho: ρ, decay of v. Defaults to 0.9.
+        clip_norm: C1 of the SGD phase.
+        {{private_arguments}}
+        {{keras_arguments}}
+
+    Raises:
+        ValueError: a phase is not at least one step long, or an argument is out of range.
+
+    Reference: Li, Zaheer, Liu, Reddi, McMahan and Smith, "Differentially private adaptive
+    optimization with delayed preconditioners", ICLR 2023, arXiv:2212.00309, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.1,
+        adaptive_learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 0.1,
+        epsilon: float = 1e-7,
+        delay: int | Sequence[int] = 100,
+        *,
+        rho: float = 0.9,
+        adaptive_clip_norm: float,
+        subtract_noise: bool = False,
+        ablation: _Ablation | None = None,
+        clip_norm: float,
+        batch_size: int | None = None,
+        noise_multiplier: float | None = None,
+        noise: NoiseLike = "gaussian",
+        noise_schedule: NoiseScheduleLike = None,
+        clipping: ClippingStyle = "flat",
+        normalize: bool = False,
+        gradient_filter: FilterLike = None,
+        secure_noise: bool = False,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            learning_rate=learning_rate,
+            adaptive_learning_rate=adaptive_learning_rate,
+            epsilon=epsilon,
+            delay=delay,
+            adaptive_clip_norm=adaptive_clip_norm,
+            subtract_noise=subtract_noise,
+            ablation=ablation,
+            clip_norm=clip_norm,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            noise=noise,
+            noise_schedule=noise_schedule,
+            clipping=clipping,
+            normalize=normalize,
+            gradient_filter=gradient_filter,
+            secure_noise=secure_noise,
+            seed=seed,
+            **kwargs,
+        )
         self.rho = rho
 
-    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
-        return self.rho * v + (1 - self.rho) * square
+    def accumulate(self, v: Any, square: Any) -> Any:
+        return running_mean(v, square, self.rho)
 
     def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"rho": self.rho}
@@ -267,15 +345,58 @@ class DP2RMSprop(DelayedPreconditioner):
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
 class DP2Yogi(DP2RMSprop):
-    """DP² with v ← v + (1−ρ)·sign(ḡ² − v)·ḡ². Arguments: those of `DP2RMSprop`."""
+    """DP² with v ← v + (1−ρ)·sign(ḡ² − v)·ḡ², ḡ the mean of the gradients of an SGD phase.
 
-    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
-        return v + (1 - self.rho) * ops.sign(square - v) * square
+    The rest is as in `DP2RMSprop`. (The paper prints sign(ḡ − v²), where the units do not agree.)
+
+    Args:
+        learning_rate: η1 of the SGD phase, a float, a Keras schedule or a callable. Defaults to
+            0.1.
+        adaptive_learning_rate: η2 of the adaptive phase, a float or a Keras schedule. Defaults to
+            0.1.
+        epsilon: ε of the geometry 1/(√v + ε). Defaults to 1e-7.
+        rho: ρ, decay of v. Defaults to 0.9.
+        clip_norm: C1 of the SGD phase.
+        {{private_arguments}}
+        {{keras_arguments}}
+
+    Raises:
+        ValueError: a phase is not at least one step long, or an argument is out of range.
+
+    Reference: Li, Zaheer, Liu, Reddi, McMahan and Smith, "Differentially private adaptive
+    optimization with delayed preconditioners", ICLR 2023, arXiv:2212.00309, Algorithm 1 and
+    appendix; Zaheer, Reddi, Sachan, Kale and Kumar, "Adaptive methods for nonconvex optimization",
+    NeurIPS 2018, Algorithm 2.
+    """
+
+    def accumulate(self, v: Any, square: Any) -> Any:
+        return bounded_step(v, square, self.rho)
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
 class DP2Adagrad(DelayedPreconditioner):
-    """DP² with v ← v + ḡ². Arguments: those of `DelayedPreconditioner`."""
+    """DP² with v ← v + ḡ², ḡ the mean of the gradients of an SGD phase.
 
-    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
-        return v + square
+    The rest is as in `DP2RMSprop`.
+
+    Args:
+        learning_rate: η1 of the SGD phase, a float, a Keras schedule or a callable. Defaults to
+            0.1.
+        adaptive_learning_rate: η2 of the adaptive phase, a float or a Keras schedule. Defaults to
+            0.1.
+        epsilon: ε of the geometry 1/(√v + ε). Defaults to 1e-7.
+        clip_norm: C1 of the SGD phase.
+        {{private_arguments}}
+        {{keras_arguments}}
+
+    Raises:
+        ValueError: a phase is not at least one step long, or an argument is out of range.
+
+    Reference: Li, Zaheer, Liu, Reddi, McMahan and Smith, "Differentially private adaptive
+    optimization with delayed preconditioners", ICLR 2023, arXiv:2212.00309, Algorithm 1 and
+    appendix; Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and
+    stochastic optimization", JMLR 12, 2011.
+    """
+
+    def accumulate(self, v: Any, square: Any) -> Any:
+        return running_sum(v, square)

@@ -2,179 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import types
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from dp_keras_opt import filters, noise, replicas
-from dp_keras_opt.checks import is_number, whole_number
+from dp_keras_opt import _keras, deprecation
+from dp_keras_opt import noise as noises
+from dp_keras_opt.accounting.plan import Plan
 from dp_keras_opt.clipping.query import Query
-from dp_keras_opt.noise.entropy import NoiseSource
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.noise.secure import SecureNoiseSource
+from dp_keras_opt.noise.source import NoiseSource
+from dp_keras_opt.optimizers import filters, settings
 from dp_keras_opt.optimizers import projection as projections
+from dp_keras_opt.optimizers.projection import GaLore
+from dp_keras_opt.optimizers.settings import (
+    FilterLike,
+    NoiseLike,
+    NoiseScheduleLike,
+    Setting,
+)
+from dp_keras_opt.optimizers.updates_once import UpdatesOnce
 from dp_keras_opt.types import ClippingStyle
 
 if TYPE_CHECKING:
-    from dp_keras_opt.accounting.calibration import Calibration
     from dp_keras_opt.accounting.sampling import Sampling
-    from dp_keras_opt.filters import Filter
-    from dp_keras_opt.noise.mechanism import Mechanism
     from dp_keras_opt.noise.release import Released
-    from dp_keras_opt.noise.schedules import NoiseSchedule
-    from dp_keras_opt.optimizers.projection import GaLore
-
-_Kept = TypeVar("_Kept")
-
-#: Beyond them, squares of the gradients that they bound leave the range of float32.
-_LEAST_CLIP_NORM, _MOST_CLIP_NORM = 1e-12, 1e18
-
-#: Keras arguments that would mean something else under clipping and noise, and what to use.
-_REFUSED = {
-    "clipnorm": "it would clip the batch gradient, which bounds no single example; use clip_norm",
-    "global_clipnorm": "it would clip the batch gradient, which bounds no single example; use "
-    "clip_norm",
-    "clipvalue": "it would clip the batch gradient, which bounds no single example; use clip_norm",
-    "loss_scale_factor": "the model scales a float16 loss itself and undoes it before the norm; "
-    "leave it out",
-    "gradient_accumulation_steps": "it would add noise to each micro-batch; use "
-    "model.compile(..., physical_batch_size=...)",
-}
-
-_MICROBATCHES = (
-    "every example is clipped alone here. Leave it out; rows that are processed at once are "
-    "model.compile(..., physical_batch_size=...)"
-)
-
-#: What is called otherwise by TensorFlow Privacy, Opacus and JAX Privacy.
-_CALLED_OTHERWISE = {
-    "l2_norm_clip": "it is called clip_norm here",
-    "num_microbatches": _MICROBATCHES,
-    "unroll_microbatches": _MICROBATCHES,
-    "max_grad_norm": "it is called clip_norm here",
-    "expected_batch_size": "it is called batch_size here",
-    "target_epsilon": "dp_keras_opt.accounting.calibrate(optimizer, sampling, steps, epsilon, "
-    "delta) finds the noise_multiplier for it",
-    "secure_mode": "it is called secure_noise here",
-    "l2_clip_norm": "it is called clip_norm here",
-    "clipping_norm": "it is called clip_norm here",
-    "noise_std": "give noise_multiplier, the standard deviation over clip_norm",
-    "stddev": "give noise_multiplier, the standard deviation over clip_norm",
-    "noise_seed": "it is called seed here",
-}
 
 
-def refuse_arguments(owner, kwargs):
-    """Takes out of `kwargs` what would mean something else here, and refuses it where it is set."""
-    for name, reason in _REFUSED.items():
-        if kwargs.pop(name, None) is not None:
-            raise ValueError(f"{owner} does not take {name}: {reason}.")
-
-
-class _FrozenAtBuild(Generic[_Kept]):
-    """A parameter that the noise depends on: a traced graph would not notice a later change.
-
-    Args:
-        check: function of name and value that returns the value to keep, or raises.
-        later: whether None stands for "not set yet", which may be made good after the build.
-    """
-
-    def __init__(self, check: Callable[[str, Any], _Kept], later: bool = False) -> None:
-        self.check = check
-        self.later = later
-
-    def __set_name__(self, owner, name):
-        self.name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> _Kept:
-        if instance is None:
-            return self  # type: ignore[return-value]
-        try:
-            return vars(instance)["_" + self.name]
-        except KeyError:  # not None: Keras skips assigning what getattr already gives
-            raise AttributeError(f"{self.name} is not set yet.") from None
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        value = self.check(self.name, value)
-        current = vars(instance).get("_" + self.name)
-        unset = current is None and self.later
-        if getattr(instance, "built", False) and not unset:
-            raise ValueError(
-                f"{self.name} is fixed once the optimizer is built, because the compiled training "
-                "step and the privacy ledger depend on it. Make a new optimizer and compile again."
-            )
-        object.__setattr__(instance, "_" + self.name, value)
-
-
-def _number(name, value) -> float:
-    if not is_number(value) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, received {value!r}.")
-    return float(value)
-
-
-def _clip_norm(name: str, value: Any) -> float:
-    value = _number(name, value)
-    if value <= 0:
-        raise ValueError(f"{name} must be positive, received {value}.")
-    if value < _LEAST_CLIP_NORM:
-        raise ValueError(
-            f"{name}={value} is too small for the squares of float32 gradients, which would count "
-            f"as 0: norms would not be bounded. Use at least {_LEAST_CLIP_NORM}, and scale the "
-            "learning rate instead."
-        )
-    if _MOST_CLIP_NORM < value < math.inf:
-        raise ValueError(
-            f"{name}={value} is too large: gradients and noise of that size leave the range of "
-            f"float32. Use at most {_MOST_CLIP_NORM}."
-        )
-    return value
-
-
-def _noise_multiplier(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    value = _number(name, value)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be at least 0 and finite, received {value}.")
-    return value
-
-
-def _batch_size(name: str, value: Any) -> int:
-    return whole_number(value, name, 1, "Give the expected batch size.")
-
-
-def _one_of(*allowed):
-    def check(name, value):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {list(allowed)}, received {value!r}.")
-        return value
-
-    return check
-
-
-def _clipping_style(name: str, value: Any) -> ClippingStyle:
-    if isinstance(value, dict) and value:
-        shares = {str(layer): _clip_norm(f"{name}[{layer!r}]", v) for layer, v in value.items()}
-        if math.inf in shares.values():
-            raise ValueError(f"{name} must give finite proportions, received {value!r}.")
-        return shares
-    return _one_of("flat", "per_layer")(name, value)
-
-
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, received {value!r}.")
-    return value
-
-
-class PrivateOptimizer(replicas.UpdatesOnce):
+class PrivateOptimizer(UpdatesOnce):
     """Mixin over `keras.optimizers.Optimizer`: what is asked of the data, and what comes back.
 
     A subclass inherits from this first and from a Keras optimizer second. Most write only
@@ -182,85 +44,114 @@ class PrivateOptimizer(replicas.UpdatesOnce):
     `queries`, `releases_for` and `update`.
 
     Args:
-        clip_norm: C > 0, the bound on the L2 norm of each example's gradient. `math.inf` only
-            together with noise_multiplier=0, which gives no privacy.
-        batch_size: B, the expected batch size; the noisy sum is divided by it. A public constant,
-            never the realised size.
-        noise_multiplier: σ ≥ 0, the noise's standard deviation over C. None until
-            `accounting.calibrate` sets it. 0 trains without privacy, and the ledger says so.
-        noise: a mechanism of `dp_keras_opt.noise`, or its name.
-        noise_schedule: factors α_t on σ fixed in advance; None for constant noise.
-        clipping: "flat", one norm over all variables; "per_layer", one for each layer, with bounds
-            C/√L for L layers; or a dict from layer names to the proportions of their bounds C_l,
-            where √ΣC_l² = C (for noise that is calibrated in L1: ΣC_l = C).
-        normalize: False for clip(g; C) = g·min(1, C/‖g‖); True for g·C/(‖g‖ + 0.01).
-        seed: None, noise from the operating system's entropy. An integer makes the noise
-            reproducible and voids the guarantee.
-        secure_noise: whether the noise withstands attacks on floating-point numbers and on the
-            random generator (`noise.secure`). Slower, and not for steps compiled by XLA.
-        gradient_filter: None, or an object of `dp_keras_opt.filters` or the name of a preset, which
-            smooths the privatized gradients over time. The rule then steps along its output; second
-            moments come from the unfiltered gradients. It takes the place of Adam's first moment.
-        projection: None, or an `optimizers.GaLore`, for optimizers that take one.
-        *args, **kwargs: those of the Keras optimizer.
+        *args: those of the Keras optimizer.
+        {{private_arguments}}
+        **kwargs: the others of the Keras optimizer.
 
     Raises:
         ValueError: an argument is out of range, or is one of Keras's that would mean something
             else here.
     """
 
-    clip_norm = _FrozenAtBuild(_clip_norm)
-    batch_size = _FrozenAtBuild(_batch_size)
-    noise_multiplier = _FrozenAtBuild(_noise_multiplier, later=True)
-    noise = _FrozenAtBuild(lambda name, value: noise.get(value))
-    noise_schedule = _FrozenAtBuild(lambda name, value: noise.schedules.get(value))
-    clipping = _FrozenAtBuild(_clipping_style)
-    normalize = _FrozenAtBuild(_bool)
-    secure_noise = _FrozenAtBuild(_bool)
-    gradient_filter = _FrozenAtBuild(lambda name, value: filters.get(value))
-    projection = _FrozenAtBuild(lambda name, value: projections.get(value))
+    clip_norm = Setting(
+        settings.clip_norm,
+        "C > 0, the bound on the norm of each example's gradient: L2 for Gaussian noise, L1 for "
+        "Laplace noise. `math.inf` only together with noise_multiplier=0, which gives no privacy.",
+    )
+    batch_size = Setting(
+        settings.batch_size,
+        "B, the expected batch size; the noisy sum is divided by it. A public constant, never the "
+        "realised size. None for that of the data, which `fit` and `accounting.calibrate` take.",
+        later=True,
+    )
+    noise_multiplier = Setting(
+        settings.noise_multiplier,
+        "σ ≥ 0, the noise's standard deviation over C (Laplace: its scale over C). None for the "
+        "least that keeps a `PrivacyBudget` given to `fit`, or that `accounting.calibrate` finds. "
+        "0 trains without privacy, and the ledger says so.",
+        later=True,
+    )
+    noise = Setting(
+        lambda name, value: noises.get(value), "a mechanism of `dp_keras_opt.noise`, or its name."
+    )
+    noise_schedule = Setting(
+        lambda name, value: noises.schedules.get(value),
+        "factors α_t on σ that are fixed in advance: a list, or an object of "
+        "`dp_keras_opt.noise.schedules`. None for constant noise.",
+    )
+    clipping = Setting(
+        settings.clipping_style,
+        '"flat", one norm over all variables; "per_layer", one for each layer, with bounds C/√L '
+        "for L layers; or a dict from layer names to the proportions of their bounds C_l, where "
+        "√ΣC_l² = C (for noise that is calibrated in L1: ΣC_l = C).",
+    )
+    normalize = Setting(
+        settings.boolean,
+        "False for clip(g; C) = g·min(1, C/‖g‖); True for g·C/(‖g‖ + 0.01), automatic clipping "
+        "(Bu et al., NeurIPS 2023, arXiv:2206.07136).",
+    )
+    gradient_filter = Setting(
+        lambda name, value: filters.get(value),
+        "None, or an object of `dp_keras_opt.filters` or the name of a preset, which smooths the "
+        "privatized gradients over time. The rule then steps along its output; second moments come "
+        "from the unfiltered gradients. It takes the place of Adam's first moment.",
+    )
+    projection = Setting(
+        lambda name, value: projections.get(value),
+        "None, or an `optimizers.GaLore`: filter, moments and step live in low-dimensional "
+        "subspaces of the weight matrices.",
+    )
+    secure_noise = Setting(
+        settings.boolean,
+        "whether the noise withstands attacks on floating-point numbers and on the random "
+        "generator (`noise.secure`). Slower, and not for steps compiled by XLA.",
+    )
+    seed = Setting(
+        settings.seed,
+        "None, noise from the operating system's entropy. An integer makes the noise reproducible "
+        "and voids the guarantee.",
+    )
 
-    #: Whether the rule can work in a subspace: it moves the variables by `_descend` alone.
+    #: Whether the rule can work in a subspace: it moves the variables by `_move` alone.
     takes_projection = False
+
+    #: Settings that follow from other arguments, and are no part of the configuration.
+    _derived_settings: frozenset[str] = frozenset()
 
     #: Whether the optimizer needs public rows in each batch (`data.with_public`).
     needs_public = False
 
-    #: The `Sampling` that `accounting.calibrate` assumed; training on other data is refused.
-    calibrated_for: Sampling | None = None
-
-    #: The steps and the budget that it was for.
-    calibration: Calibration | None = None
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        settings.fill_docstring(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any):
-        # Here, because `__init__` is not reached where clip_norm or batch_size is missing.
-        reasons = {name: _CALLED_OTHERWISE[name] for name in kwargs if name in _CALLED_OTHERWISE}
-        if reasons:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise TypeError(
-                f"{cls.__name__} does not take {listed}. It needs clip_norm, batch_size "
-                "(the expected number of examples in a batch) and noise_multiplier."
-            )
+        # Here, because `__init__` is not reached where an argument is missing.
+        settings.refuse_foreign_names(cls.__name__, kwargs)
         return super().__new__(cls)
 
     def __init__(
         self,
         *args: Any,
         clip_norm: float,
-        batch_size: int,
+        batch_size: int | None = None,
         noise_multiplier: float | None = None,
-        noise: Mechanism | str = "gaussian",
-        noise_schedule: NoiseSchedule | Sequence[float] | np.ndarray | None = None,
+        noise: NoiseLike = "gaussian",
+        noise_schedule: NoiseScheduleLike = None,
         clipping: ClippingStyle = "flat",
         normalize: bool = False,
-        seed: int | None = None,
-        secure_noise: bool = False,
-        gradient_filter: Filter | str | None = None,
+        gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
+        secure_noise: bool = False,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_arguments(type(self).__name__, kwargs)
+        settings.refuse_keras_arguments(type(self).__name__, kwargs)
+        average_from = settings.average_from(kwargs)
         super().__init__(*args, **kwargs)
+        self._average_from = average_from
+        # What Keras must neither track nor save: a plain object, into which it does not look.
+        self._untracked = types.SimpleNamespace(state=[])
         self.clip_norm = clip_norm
         self.batch_size = batch_size
         self.noise_multiplier = noise_multiplier
@@ -268,32 +159,47 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         self.noise_schedule = noise_schedule
         self.clipping = clipping
         self.normalize = normalize
-        self.seed = seed
-        self.secure_noise = secure_noise
         self.gradient_filter = gradient_filter
         self.projection = projection
-        # A plain object behind Keras's tracking: the state of the noise is never saved.
+        self.secure_noise = secure_noise
+        self.seed = seed
         if secure_noise and seed is not None:
             raise ValueError(
                 "secure_noise=True and a seed contradict each other: whoever knows the seed can "
                 "subtract the noise. Leave one of them out."
             )
-        source = SecureNoiseSource() if secure_noise else NoiseSource(seed)
-        object.__setattr__(self, "noise_source", source)
-        object.__setattr__(self, "_memory", [])
+        self.noise_source = SecureNoiseSource() if secure_noise else NoiseSource(seed)
 
     @property
-    def smooths(self) -> bool:
+    def average_from(self) -> int | None:
+        """The step from which on the variables are averaged uniformly, or None."""
+        return self._average_from
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        """Keras's average w̄ ← m·w̄ + (1 − m)·w, with m = k/(k + 1) where it is to be uniform."""
+        if self.average_from is None:
+            super()._update_model_variables_moving_average(trainable_variables)
+            return
+        averaged = ops.maximum(self.iterations - self.average_from, 0)  # k, before this step
+        averages = self._model_variables_moving_average
+        for variable, average in zip(trainable_variables, averages, strict=True):
+            if average is not None:
+                share = 1 / (ops.cast(averaged, average.dtype) + 1)
+                average.assign(average + share * (variable - average))
+
+    @property
+    def has_momentum(self) -> bool:
         """Whether the rule itself averages over time what it is given."""
         return False
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
+        self._need_settled()
         if self.projection is not None:
-            self.check_projection()
-            self.projection.plan(variables)
-        if self.gradient_filter is not None and self.smooths:
+            self._check_projection()
+            self.projection.select(variables)
+        if self.gradient_filter is not None and self.has_momentum:
             warnings.warn(
                 f"{type(self).__name__} has momentum and a gradient_filter: both smooth, and the "
                 "step lags behind the gradient by their sum. Set one of them only.",
@@ -306,22 +212,91 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         if self.gradient_filter is not None:
             self.gradient_filter.build(self, variables)
 
+    @property
+    def plan(self) -> Plan | None:
+        """The `Plan` that the noise multiplier was found for, by `fit` or `accounting.calibrate`.
+
+        None where it was given, or was set to another one since.
+        """
+        plan = getattr(self._untracked, "plan", None)
+        return plan if plan and plan.noise_multiplier == self.noise_multiplier else None
+
+    @plan.setter
+    def plan(self, plan: Plan | None) -> None:
+        self._untracked.plan = plan
+
+    @property
+    def calibrated_for(self) -> Sampling | None:
+        """The `Sampling` of the plan; training on other data is refused."""
+        return None if self.plan is None else self.plan.sampling
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it knows its batch size, and for how many steps its noise is."""
+        is_open = self.noise.is_open or self.noise_schedule.is_open
+        return self.batch_size is not None and not is_open
+
+    def settle(self, sampling: Sampling, steps: int) -> None:
+        """Sets what was left open, for so many steps: batch size, noise and noise schedule."""
+        if self.batch_size is None:
+            self.batch_size = sampling.batch_size
+        if self.noise.is_open:
+            self.noise = self.noise.for_run(steps, sampling, self.workload(steps))
+        if self.noise_schedule.is_open:
+            self.noise_schedule = self.noise_schedule.of_length(steps)
+
+    def _rule(self) -> keras.optimizers.Optimizer:
+        """The optimizer whose momentum and learning rate are in use: this one."""
+        return self
+
+    def workload(self, steps: int) -> noises.Workload:
+        """How the weights add the gradients of so many steps up, as far as that is public.
+
+        Adam's first moment counts as momentum; a second moment is not known beforehand. Decoupled
+        weight decay at a constant learning rate has the weights forget.
+        """
+        rule = self._rule()
+        momentum = getattr(rule, "momentum", None)
+        if momentum is None and self.gradient_filter is None:  # which takes beta_1's place
+            momentum = getattr(rule, "beta_1", None)
+        schedule, rates, horizon = _keras.schedule_of(rule), None, None
+        if schedule is not None:
+            rates = tuple(float(schedule(step)) for step in range(steps))
+        elif rule.weight_decay:
+            horizon = max(1.0, 1 / (float(rule.learning_rate) * rule.weight_decay))
+        is_nesterov = bool(getattr(rule, "nesterov", False))
+        return noises.Workload(momentum or 0.0, is_nesterov, rates, horizon)
+
+    def _need_settled(self) -> None:
+        """Refuses to go on while something is left open.
+
+        Raises:
+            ValueError: the batch size is not set, or a part does not know for how many steps it is.
+        """
+        if self.batch_size is None:
+            raise ValueError(
+                "batch_size is not set. Pass it (the expected number of examples in a batch), or "
+                "train with batches of dp_keras_opt.data, which know theirs."
+            )
+        for part in (self.noise, self.noise_schedule):
+            if part.is_open:
+                raise ValueError(
+                    f"{type(part).__name__} does not know yet for how many steps it "
+                    "is. fit settles that at its start, and so does calibrate; for anything else, "
+                    "give it its steps."
+                )
+
     def _remember_noise(self, variables):
         """Makes the memory of correlated noise, for each draw that a step takes."""
         if not self.noise.is_correlated:
             return
-        if not isinstance(self.noise_schedule, noise.schedules.Constant):
-            raise ValueError(
-                f"{type(self.noise).__name__} noise and a noise_schedule are not accounted "
-                "together. Leave noise_schedule out."
-            )
-        shapes = [tuple(variable.shape) for variable in variables]
+        buffers = self.noise.buffers(sum(math.prod(v.shape) for v in variables), self.noise_source)
         for index, release in enumerate(self.releases_for(1.0)):
             if not release.is_public and release.multiplier:
                 for part in range(2 if release.statistic == "mean_and_square" else 1):
-                    self.noise_source.remember((index, part), self.noise.slots, shapes)
+                    self.noise_source.memory.allocate((index, part), buffers)
 
-    def check_projection(self) -> None:
+    def _check_projection(self):
         """Refuses a projection where the rule does not work in a subspace."""
         if not self.takes_projection:
             raise ValueError(
@@ -332,10 +307,10 @@ class PrivateOptimizer(replicas.UpdatesOnce):
     def add_variable(
         self, shape: Sequence[int], initializer: Any = "zeros", *args: Any, **kwargs: Any
     ) -> keras.Variable:
-        """Keras's; what is added once the rule is built is what `forget` forgets."""
+        """Keras's; what is added once the rule is built is state that `_reset_state` resets."""
         variable = super().add_variable(shape, initializer, *args, **kwargs)
         if self.built:  # before that, Keras adds its moving averages
-            self._memory.append((variable, initializer))
+            self._untracked.state.append((variable, initializer))
         return variable
 
     def add_variable_from_reference(
@@ -344,7 +319,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> keras.Variable:
-        """Keras's; where there is a projection, what the rule remembers is of the subspace."""
+        """Keras's; where there is a projection, the rule's state is of the subspace."""
         shape = None
         if self.built and self.projection is not None:
             shape = self.projection.shape_of(reference_variable)
@@ -353,7 +328,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         name = f"{reference_variable.path.replace('/', '_')}_{name}"
         return self.add_variable(shape, initializer, dtype=reference_variable.dtype, name=name)
 
-    def serve(self, variables: Sequence[keras.Variable]) -> None:
+    def ensure_built(self, variables: Sequence[keras.Variable]) -> None:
         """Builds the optimizer for these variables, or checks that it was built for them.
 
         Raises:
@@ -374,7 +349,8 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         self.noise.check_sampling(sampling)
 
     def prepare(self, variables: Sequence[keras.Variable]) -> None:
-        """Moves the variables to the point where the gradient is taken; here they are there."""
+        """Moves the variables to the point where the gradient is taken, and sets state that a step
+        begins with; idempotent. Here there is nothing to do."""
 
     def query(
         self, scale: Sequence[tf.Tensor] | None = None, clip_norm: float | tf.Tensor | None = None
@@ -386,7 +362,7 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         return Query(scale, clip_norm, self.noise.norm, self.clipping, self.normalize)
 
     def queries(self) -> tuple[Query, ...]:
-        """The tuple of `Query` of this step, known before the data is touched."""
+        """The tuple of `Query` of this step, known before the data is touched; changes nothing."""
         return (self.query(),)
 
     @property
@@ -403,13 +379,15 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         """What every step publishes: draws the noise and yields the accountant's event.
 
         Raises:
-            ValueError: the noise multiplier is not set, or the clip norm gives no bound.
+            ValueError: noise multiplier or batch size is not set, or the clip norm gives no bound.
         """
         if self.noise_multiplier is None:
             raise ValueError(
-                "noise_multiplier is not set. Pass it, or find it with "
-                "dp_keras_opt.accounting.calibrate(optimizer, sampling, steps, epsilon, delta)."
+                "noise_multiplier is not set. Pass it, find it with "
+                "dp_keras_opt.accounting.calibrate(optimizer, batches, epochs=..., epsilon=..., "
+                "delta=...), or train by fit with a PrivacyBudget, which finds it."
             )
+        self._need_settled()
         unbounded = any(math.isinf(bound) for bound in self._clip_norms)
         if unbounded and (self.noise_multiplier > 0 or self.normalize):
             raise ValueError(
@@ -431,7 +409,8 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         Args:
             released: the list of `noise.Released` that `noise.release` gave for `releases`.
         """
-        self._apply(self._regularized(released[0].value), released[0].noise_std)
+        answer = released[0].unscaled()
+        self._apply(self._regularized(answer.value), answer.noise_std)
 
     def _apply(self, gradients, noise_std):
         """Project → filter → Keras's own `apply`: weight decay, `update_step`, EMA.
@@ -441,11 +420,21 @@ class PrivateOptimizer(replicas.UpdatesOnce):
             noise_std: std of the noise in their coordinates; a scalar, or a list of one tensor per
                 variable.
         """
-        if self.projection is not None:
-            gradients = self.projection.project(self, gradients)
-        # Tensors of the step that is being traced, behind Keras's tracking.
-        object.__setattr__(self, "_unfiltered", gradients)
-        super().apply(self._filtered(gradients, noise_std), self._trainable_variables)
+        self._step(self._filtered(self._projected(gradients), noise_std))
+
+    def _step(self, gradients):
+        """Keras's own `apply`; that of this class refuses raw gradients."""
+        super().apply(gradients, self._trainable_variables)
+
+    def _projected(self, gradients):
+        """Gradients where the rule works: in a subspace, if it does; in a new one where due."""
+        if self.projection is None:
+            return gradients
+        gradients = self.projection.project(self, gradients)
+        if self.projection.reset:
+            changed = self.projection.is_due(self.iterations)
+            tf.cond(changed, lambda: self._reset_state(self.projection.bases), lambda: None)
+        return gradients
 
     def _filtered(self, gradients, noise_std):
         if self.gradient_filter is None:
@@ -459,38 +448,39 @@ class PrivateOptimizer(replicas.UpdatesOnce):
         )
         return self.gradient_filter(self, gradients, power)
 
-    def _descend(self, variable, step):
+    def _move(self, variable, step):
         """w ← w − step, the step lifted out of the subspace where the rule works in one."""
         if self.projection is not None:
             index = self._get_variable_index(variable)
             step = self.projection.lift(index, step, variable.shape)
         self.assign_sub(variable, step)
 
-    def in_subspace(self, index: int, gradient: tf.Tensor) -> tf.Tensor:
-        """A gradient of one variable where the rule works: projected, if it works in a subspace."""
-        return gradient if self.projection is None else self.projection.reduce(index, gradient)
+    def to_subspace(self, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Gradients where the rule works now: projected, if it works in a subspace."""
+        if self.projection is None:
+            return gradients
+        return [self.projection.reduce(index, g) for index, g in enumerate(gradients)]
 
-    def _steps(self, done):
+    def _steps_in_moments(self, done):
         """How many of the `done` steps the moments hold: all, unless a projection resets them."""
         if self.projection is None or not self.projection.reset:
             return done
         gap = self.projection.update_gap
         return ops.where(done > 0, (done - 1) % gap + 1, 0)
 
-    def forget(self, keep: Sequence[keras.Variable]) -> None:
-        """Sets what was remembered since the build to where it started, except `keep`."""
+    def _reset_state(self, keep):
+        """Sets the rule's state to where it started, except the variables `keep`."""
         kept = {id(variable) for variable in keep}
-        for variable, initializer in self._memory:
+        for variable, initializer in self._untracked.state:
             if id(variable) not in kept:
                 start = keras.initializers.get(initializer)
                 self.assign(variable, start(variable.shape, dtype=variable.dtype))
 
-    def _regularized(self, gradients, geometry=None):
+    def _regularized(self, gradients):
         """Adds the gradients of the variables' regularisers, which do not depend on the data.
 
         Args:
-            gradients: privatized gradients.
-            geometry: None, or the geometry that `gradients` are in, one tensor per variable.
+            gradients: privatized gradients, in the geometry of 1.
         """
         variables = [v for v in self._trainable_variables if v.regularizer is not None]
         if not variables:
@@ -502,10 +492,9 @@ class PrivateOptimizer(replicas.UpdatesOnce):
             penalty = tf.add_n([tf.reduce_sum(v.regularizer(value)) for v, value in pairs])
         extra = tape.gradient(penalty, values)
         extra = {id(v): g for v, g in zip(variables, extra, strict=True) if g is not None}
-        geometry = geometry or [1.0] * len(gradients)
         return [
-            g + s * tf.convert_to_tensor(extra[id(v)]) if id(v) in extra else g
-            for g, s, v in zip(gradients, geometry, self._trainable_variables, strict=True)
+            g + tf.convert_to_tensor(extra[id(v)]) if id(v) in extra else g
+            for g, v in zip(gradients, self._trainable_variables, strict=True)
         ]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -546,19 +535,46 @@ class PrivateOptimizer(replicas.UpdatesOnce):
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
-        for name in _REFUSED:
+        for name in settings.REFUSED:
             config.pop(name, None)
-        return config | {name: self._serialized(name) for name in PRIVATE_ARGUMENTS}
+        if self.average_from is not None:
+            config |= {"use_ema": False, "average_from": self.average_from}
+        own = settings.settings_of(type(self)).keys() - self._derived_settings
+        config |= {name: self._serialized(name) for name in sorted(own)}
+        return config if self.plan is None else config | {"plan": self.plan.get_config()}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> PrivateOptimizer:
+        config = dict(config)
+        plan = config.pop("plan", None)
+        optimizer = super().from_config(config, custom_objects)
+        if plan is not None:
+            optimizer.plan = Plan.from_config(plan)
+        return optimizer
 
     def _serialized(self, name):
         value = getattr(self, name)
+        if isinstance(value, tuple):
+            return list(value)
         plain = value is None or isinstance(value, bool | int | float | str | dict)
         return value if plain else keras.saving.serialize_keras_object(value)
 
+    # Names of before.
 
-#: The arguments that every private optimizer has on top of its Keras counterpart.
-PRIVATE_ARGUMENTS = tuple(
-    name
-    for name, parameter in inspect.signature(PrivateOptimizer.__init__).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-)
+    __getattr__ = deprecation.unlisted_attributes(
+        calibration="plan",
+        smooths="has_momentum",
+        serve="ensure_built",
+        forget="_reset_state",
+        check_projection="_check_projection",
+    )
+
+    def in_subspace(self, index: int, gradient: tf.Tensor) -> tf.Tensor:
+        """Deprecated: use `to_subspace`."""
+        deprecation.warn(f"{type(self).__name__}.in_subspace", "to_subspace")
+        return gradient if self.projection is None else self.projection.reduce(index, gradient)
+
+
+settings.fill_docstring(PrivateOptimizer)

@@ -7,19 +7,15 @@ import math
 import numbers
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.checks import whole_number
-
-if TYPE_CHECKING:
-    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
-
-#: Rounds of subspace iteration at each change of the projector, from the last one on.
-_ROUNDS = 6
+from dp_keras_opt.deprecation import renamed_attribute
+from dp_keras_opt.optimizers.subspace import leading_directions
 
 
 class _Side(NamedTuple):
@@ -67,8 +63,13 @@ class GaLore:
         reset: whether the optimizer's moments and its filter start anew with each P, those of all
             weights. By default they are kept, and mix what they saw in one subspace with the next.
 
-    Reference: Algorithm 4 of the paper on low-pass filters for private optimizers (DOPPLER); Zhao
-    et al., "GaLore: Memory-efficient LLM training by gradient low-rank projection", ICML 2024.
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: Zhang, Bu, Hong and Razaviyayn, "DOPPLER: differentially private optimizers with
+    low-pass filter for privacy noise reduction", NeurIPS 2024, arXiv:2408.13460v1, Algorithm 4;
+    Zhao, Zhang, Chen, Wang, Anandkumar and Tian, "GaLore: memory-efficient LLM training by gradient
+    low-rank projection", ICML 2024, arXiv:2403.03507.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class GaLore:
         self.scale = float(scale)
         self.reset = bool(reset)
 
-    def plan(self, variables: Sequence[keras.Variable]) -> None:
-        """Decides which of the variables are projected; says which are too small."""
+    def select(self, variables: Sequence[keras.Variable]) -> None:
+        """Decides which of the variables are projected; warns of those that are too small."""
         self._sides: list[_Side | None] = []
         small: list[str] = []
         for variable in variables:
@@ -105,7 +106,7 @@ class GaLore:
         side = self._side_of.get(id(variable))
         return None if side is None else (self.rank, side.long)
 
-    def build(self, optimizer: PrivateOptimizer) -> None:
+    def build(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Creates the projectors."""
         self._bases = [
             side
@@ -118,20 +119,29 @@ class GaLore:
             for index, side in enumerate(self._sides)
         ]
 
-    def project(self, optimizer: PrivateOptimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    @property
+    def bases(self) -> list[keras.Variable]:
+        """The projectors."""
+        return [basis for basis in self._bases if basis is not None]
+
+    def is_due(self, iterations: int | tf.Tensor) -> tf.Tensor:
+        """Whether the projectors change at this step (from 0)."""
+        return ops.equal(iterations % self.update_gap, 0)
+
+    def project(
+        self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """PᵀM for each gradient, (r, long side); with a new P where it is due."""
-        change = ops.equal(optimizer.iterations % self.update_gap, 0)
-        tf.cond(change, lambda: self._follow(optimizer, gradients), lambda: None)
+        due = self.is_due(optimizer.iterations)
+        tf.cond(due, lambda: self._change(optimizer, gradients), lambda: None)
         return [self.reduce(index, gradient) for index, gradient in enumerate(gradients)]
 
-    def _follow(self, optimizer, gradients):
+    def _change(self, optimizer, gradients):
         for index, gradient in enumerate(gradients):
             if self._sides[index] is not None:
                 basis = self._bases[index]
                 matrix = self._as_matrix(index, gradient)
                 optimizer.assign(basis, leading_directions(matrix, tf.convert_to_tensor(basis)))
-        if self.reset:
-            optimizer.forget(keep=self._bases)
 
     def reduce(self, index: int, gradient: tf.Tensor) -> tf.Tensor:
         """PᵀM of one variable's gradient; the gradient itself where it is not projected."""
@@ -168,22 +178,7 @@ class GaLore:
         """The projection with these constructor arguments."""
         return cls(**config)
 
-
-def leading_directions(matrix, basis, rounds=_ROUNDS):
-    """An orthonormal basis (m, r) of about the r leading left singular vectors of a matrix (m, n).
-
-    Args:
-        matrix: (m, n).
-        basis: (m, r), orthonormal columns to begin with.
-        rounds: of subspace iteration.
-    """
-    matrix = tf.math.divide_no_nan(matrix, tf.reduce_max(tf.abs(matrix)))
-    start = basis
-    for _ in range(rounds):
-        moved = tf.matmul(matrix, tf.matmul(matrix, basis, transpose_a=True))
-        # A trace of the start: where the rank of the matrix is lower, the rest stays as it was.
-        basis, _ = tf.linalg.qr(moved + 1e-6 * start)
-    return basis
+    plan = renamed_attribute("plan", "select")
 
 
 def get(identifier: Any) -> GaLore | None:

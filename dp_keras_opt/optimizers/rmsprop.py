@@ -7,7 +7,11 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
-from dp_keras_opt.types import LearningRate
+from dp_keras_opt.optimizers.moments import SecondMomentLike
+from dp_keras_opt.optimizers.projection import GaLore
+from dp_keras_opt.optimizers.recursions import running_mean
+from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.types import ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -22,13 +26,16 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         rho: ρ, decay of v. Defaults to 0.9.
         momentum: decay of the accumulated steps, 0 for none. Defaults to 0.0.
         epsilon: added to the root. Defaults to 1e-7.
-        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
-        second_moment: see `AdaptiveOptimizer`. Defaults to "post_processing".
-        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.RMSprop`:
-            `weight_decay`, `use_ema` and others.
+        {{private_arguments}}
+        {{keras_arguments}}
 
     Raises:
-        ValueError: `centered=True`, which is defined for none of the sources of the moment.
+        ValueError: an argument is out of range, or would mean something else here than in Keras; or
+            `centered=True`, which is defined for none of the sources of the moment.
+
+    Reference: Tieleman and Hinton, "Lecture 6.5: rmsprop, divide the gradient by a running average
+    of its recent magnitude", 2012; Ganesh, McMahan and Thakurta, "On design principles for private
+    adaptive optimizers", 2025, arXiv:2507.01129v1, Algorithms 5 to 9.
     """
 
     def __init__(
@@ -39,8 +46,17 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         epsilon: float = 1e-7,
         *,
         clip_norm: float,
-        batch_size: int,
+        batch_size: int | None = None,
         noise_multiplier: float | None = None,
+        second_moment: SecondMomentLike = "post_processing",
+        noise: NoiseLike = "gaussian",
+        noise_schedule: NoiseScheduleLike = None,
+        clipping: ClippingStyle = "flat",
+        normalize: bool = False,
+        gradient_filter: FilterLike = None,
+        projection: GaLore | None = None,
+        secure_noise: bool = False,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.pop("centered", False):
@@ -53,23 +69,32 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
             clip_norm=clip_norm,
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
+            second_moment=second_moment,
+            noise=noise,
+            noise_schedule=noise_schedule,
+            clipping=clipping,
+            normalize=normalize,
+            gradient_filter=gradient_filter,
+            projection=projection,
+            secure_noise=secure_noise,
+            seed=seed,
             **kwargs,
         )
 
-    def accumulate(self, v: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
-        return v + (square - v) * (1 - self.rho)
+    @property
+    def has_momentum(self) -> bool:
+        return self.momentum > 0
+
+    def accumulate(self, v: Any, square: Any) -> Any:
+        return running_mean(v, square, self.rho)
 
     def update_step(
         self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
     ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
-        step = rate * ops.cast(gradient, variable.dtype) / self._take_in(variable)
+        step = rate * ops.cast(gradient, variable.dtype) / self._root(variable)
         if self.momentum > 0:
             m = self._momentums[self._get_variable_index(variable)]
             self.assign(m, self.momentum * m + step)
             step = ops.convert_to_tensor(m)
-        self._descend(variable, step)
-
-    @property
-    def smooths(self) -> bool:
-        return self.momentum > 0
+        self._move(variable, step)

@@ -7,7 +7,9 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
-from dp_keras_opt.types import LearningRate
+from dp_keras_opt.optimizers.projection import GaLore
+from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.types import ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -21,15 +23,20 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
         learning_rate: a float, a Keras schedule or a callable. Defaults to 0.01.
         momentum: in [0, 1]. Defaults to 0.0.
         nesterov: whether to apply Nesterov momentum. Defaults to False.
-        clip_norm, batch_size, noise_multiplier: see `PrivateOptimizer`.
-        **kwargs: the others of `PrivateOptimizer`, and of `keras.optimizers.SGD`:
-            `weight_decay`, `use_ema` and others.
+        {{private_arguments}}
+        {{keras_arguments}}
+
+    Raises:
+        ValueError: an argument is out of range, or would mean something else here than in Keras.
 
     Guarantee: each step is one release of the clipped gradient sum with noise σ·C. What ε that
     amounts to depends on how batches are sampled: see `dp_keras_opt.accounting`.
 
-    Reference: Abadi et al., "Deep learning with differential privacy", CCS 2016.
+    Reference: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning with
+    differential privacy", CCS 2016, arXiv:1607.00133, Algorithm 1.
     """
+
+    takes_projection = True
 
     def __init__(
         self,
@@ -38,8 +45,16 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
         nesterov: bool = False,
         *,
         clip_norm: float,
-        batch_size: int,
+        batch_size: int | None = None,
         noise_multiplier: float | None = None,
+        noise: NoiseLike = "gaussian",
+        noise_schedule: NoiseScheduleLike = None,
+        clipping: ClippingStyle = "flat",
+        normalize: bool = False,
+        gradient_filter: FilterLike = None,
+        projection: GaLore | None = None,
+        secure_noise: bool = False,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -49,13 +64,19 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
             clip_norm=clip_norm,
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
+            noise=noise,
+            noise_schedule=noise_schedule,
+            clipping=clipping,
+            normalize=normalize,
+            gradient_filter=gradient_filter,
+            projection=projection,
+            secure_noise=secure_noise,
+            seed=seed,
             **kwargs,
         )
 
-    takes_projection = True
-
     @property
-    def smooths(self) -> bool:
+    def has_momentum(self) -> bool:
         return self.momentum > 0
 
     def update_step(
@@ -66,4 +87,4 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
             m = self.momentums[self._get_variable_index(variable)]
             self.assign(m, self.momentum * m - step)  # with the sign that it has in Keras
             step = step - self.momentum * m if self.nesterov else -ops.convert_to_tensor(m)
-        self._descend(variable, step)
+        self._move(variable, step)

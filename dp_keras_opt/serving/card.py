@@ -1,7 +1,10 @@
 """The model card: what is public or released about a private model, for who gets it.
 
-The fields follow Mitchell et al. 2019, "Model Cards for Model Reporting", as far as a library can
-know them; the guarantee is that of the privacy statement.
+The fields follow the reference as far as a library can know them; the guarantee is that of the
+privacy statement.
+
+Reference: Mitchell, Wu, Zaldivar, Barnes, Vasserman, Hutchinson, Spitzer, Raji and Gebru, "Model
+cards for model reporting", FAT* 2019, doi:10.1145/3287560.3287596.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dp_keras_opt import __version__, checksums
-from dp_keras_opt.accounting.accountant import name_for
-from dp_keras_opt.accounting.statement import claims, not_covered, rounded_up
+from dp_keras_opt import checksums
+from dp_keras_opt._keras import layers_of
+from dp_keras_opt.accounting.privacy_statement import claims, not_covered, rounded_up
+from dp_keras_opt.version import __version__
 
 #: Whoever knows the seed can draw the noise again and subtract it.
 _SECRET = "seed"
@@ -132,7 +136,7 @@ def content(model, report, statement, inputs, outputs, card=None):
 def _privacy(model, report):
     """What the statement says, in fields; less of it where the report names no delta."""
     delta = getattr(report, "delta", None)
-    accountant = getattr(report, "accountant", "rdp")
+    accountant = getattr(report, "accountant", "auto")
     segments = [segment for segment in model.ledger.segments if segment.steps]
     found = claims(model.ledger, delta, accountant) if delta is not None else []
     return {
@@ -143,7 +147,7 @@ def _privacy(model, report):
                 "unit": claim.unit,
                 "adjacency": claim.adjacency,
                 "proven": not claim.is_heuristic,
-                "accountants": sorted({name_for(accountant, each) for each in claim.segments}),
+                "accountants": sorted(claim.accountants),
             }
             for claim in found
         ],
@@ -161,7 +165,7 @@ def _epsilon(epsilon):
 def _training(segment):
     return {
         "steps": segment.steps,
-        "planned_steps": segment.plan if math.isfinite(segment.plan) else None,
+        "planned_steps": segment.planned_steps if math.isfinite(segment.planned_steps) else None,
         "noise": [
             {
                 "distribution": type(release.mechanism).__name__,
@@ -205,9 +209,9 @@ def _settings(value):
 def _architecture(model, inputs, outputs):
     layers = [
         layer
-        for layer in model._flatten_layers()
+        for layer in layers_of(model)
         if not isinstance(layer, keras.layers.InputLayer)
-        and not any(layer._flatten_layers(include_self=False))
+        and not any(layers_of(layer, include_self=False))
     ]
     trained = sum(math.prod(v.shape) for v in model.trainable_variables)
     return {

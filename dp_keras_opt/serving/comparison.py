@@ -9,10 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt import held
-from dp_keras_opt.clipping.clipped_sum import Batch
+from dp_keras_opt._keras import layers_of
+from dp_keras_opt.clipping import Batch
+from dp_keras_opt.clipping.self_check.synthetic import Synthetic
 from dp_keras_opt.clipping.state_changes import seeds
-from dp_keras_opt.clipping.synthetic import Synthetic
+from dp_keras_opt.data import held
 from dp_keras_opt.serving import signature
 
 #: Magnitudes of synthetic floats: those of standardised features, and those of pixels, which a
@@ -157,7 +158,7 @@ def _check_forms(served, expected):
 
 def _tolerance(model):
     """What rounding may do, relative to the largest entry of a row."""
-    dtypes = {str(layer.compute_dtype) for layer in model._flatten_layers()}
+    dtypes = {str(layer.compute_dtype) for layer in layers_of(model)}
     return math.sqrt(max(_EPSILON.get(dtype, _EPSILON["float32"]) for dtype in dtypes))
 
 

@@ -7,12 +7,10 @@ import re
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.export.export_utils import get_input_signature
-from keras.src.models.functional import Functional
-from keras.src.utils.naming import to_snake_case
 
-from dp_keras_opt import held
-from dp_keras_opt.model import PrivateWrapper
+from dp_keras_opt._keras import Functional, get_input_signature, to_snake_case
+from dp_keras_opt.counterpart import PrivateWrapper
+from dp_keras_opt.data import held
 
 #: What Keras calls the tensor, or the layer, of an `Input` without a name; numbered in the process.
 _UNNAMED_INPUT = re.compile(r"(keras_tensor|input_layer)(_\d+)?")
@@ -84,14 +82,14 @@ def _spec_of_array(array):
 
 def _specs_of_training(model):
     """Keras knows the structure that the model was built for; the batches know the dtypes."""
-    if not model._trained_on(1):
+    if not model.batch_specs(1):
         raise ValueError(
             f"What the subclassed model '{model.name}' takes is not known, since it was not "
             "trained in this process after compile. Pass public_inputs: some rows as predict takes "
             "them, not private ones."
         )
     structure = get_input_signature(model)[0]
-    leaves = model._trained_on(len(tf.nest.flatten(structure)))
+    leaves = model.batch_specs(len(tf.nest.flatten(structure)))
     specs = [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
     return tf.nest.pack_sequence_as(structure, specs)
 

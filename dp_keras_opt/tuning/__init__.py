@@ -1,6 +1,7 @@
 """Which optimizer, and with which hyper-parameters: comparisons and tuning at a budget."""
 
-from dp_keras_opt.tuning.candidates import CANDIDATES, Candidate, Plan, candidate, get
+from dp_keras_opt import deprecation
+from dp_keras_opt.tuning.candidates import CANDIDATES, Candidate, RunInfo, candidate, get
 from dp_keras_opt.tuning.comparison import Comparison, compare
 from dp_keras_opt.tuning.runs import Task
 from dp_keras_opt.tuning.tuner import Tuned, tune
@@ -9,7 +10,7 @@ __all__ = [
     "CANDIDATES",
     "Candidate",
     "Comparison",
-    "Plan",
+    "RunInfo",
     "Task",
     "Tuned",
     "candidate",
@@ -17,3 +18,5 @@ __all__ = [
     "get",
     "tune",
 ]
+
+__getattr__ = deprecation.renamed_names(__name__, {"Plan": RunInfo})

@@ -12,10 +12,11 @@ import numpy as np
 from scipy.stats import qmc
 
 from dp_keras_opt import noise, optimizers
+from dp_keras_opt.optimizers import catalog, moments
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RunInfo:
     """What a candidate knows of the run that its optimizer is for.
 
     Attributes:
@@ -43,7 +44,7 @@ class Candidate:
 
     Attributes:
         name: shown in tables.
-        make: function of a `Plan` and of the values drawn, by name, that returns a new optimizer
+        make: function of a `RunInfo` and of the values drawn, by name, that returns a new optimizer
             whose noise multiplier is not set.
         space: (low, high) for each value, drawn uniformly in the logarithm.
         groups: groups of cyclic Poisson sampling, for correlated noise; 1 is Poisson sampling.
@@ -81,7 +82,7 @@ class Candidate:
     @property
     def needs_public(self) -> bool:
         """Whether it needs public data."""
-        plan = Plan(steps=self.groups * 8, batch_size=64, clip_norm=1.0)
+        plan = RunInfo(steps=self.groups * 8, batch_size=64, clip_norm=1.0)
         return self.make(plan, **self.middle()).needs_public
 
 
@@ -102,19 +103,20 @@ def candidate(
         cls: name of the class.
         space: ranges of further arguments. Two have units of their own: `delay` is a share of the
             steps, and `clip_share` stands for the clip norm in the optimizer's own geometry
-            (`adaptive_clip_norm` of DP²): share / `Plan.noise`, with which the noise in a scaled
-            coordinate is `clip_share`. Without either, the clip norm is that of the plan.
+            (`adaptive_clip_norm` of DP²): share / `RunInfo.noise`, with which the noise in a scaled
+            coordinate is `clip_share`. Without either, the clip norm is that of the run.
         groups: as in `Candidate`.
         per_norm: whether the learning rates in `space` are for gradients in units of the clip norm.
             So it makes sense for rules that do not scale gradients themselves: the best learning
             rate is then nearly the same for every clip norm that binds.
         decay: whether the learning rate falls to a tenth by half a cosine.
-        **arguments: of the class; functions are called with the `Plan`. `steps` is filled in where
-            the class asks for it.
+        **arguments: of the class; functions are called with the `RunInfo`. `steps` is filled in
+            where the class asks for it, and `smoothness` and `strong_convexity` follow from the
+            learning rate.
     """
     optimizer = getattr(optimizers, cls)
     parameters = inspect.signature(optimizer).parameters
-    own_norm = "adaptive_clip_norm" if "DP2" in cls else "clip_norm"
+    own_norm = "adaptive_clip_norm" if "adaptive_clip_norm" in parameters else "clip_norm"
 
     def make(plan, **values):
         fixed = {k: v(plan) if inspect.isfunction(v) else v for k, v in arguments.items()}
@@ -132,25 +134,21 @@ def candidate(
             every["delay"] = max(1, round(every["delay"] * plan.steps))
         if "steps" in parameters:
             every["steps"] = plan.steps
+        if "smoothness" in parameters:  # the first step size is 1/L
+            smoothness = 1 / every.pop("learning_rate")
+            every |= {"smoothness": smoothness, "strong_convexity": 0.1 * smoothness}
         return optimizer(batch_size=plan.batch_size, **every)
 
     return Candidate(name, make, space, groups)
 
 
-# Learning rates of rules that take steps along the gradient, of those that divide by a root of a
-# running mean, and of those that divide by the root of a sum.
-_PLAIN, _SCALED, _SUMMED = (0.1, 10.0), (1e-3, 3e-2), (1e-2, 0.3)
 _SHARE = (0.1, 0.9)  # beyond 1, v̂ of scale-then-privatize would grow without end
 _BANDS = 8
 
 
-def _plain(low=_PLAIN[0], high=_PLAIN[1]):
-    return {"learning_rate": (low, high)}
-
-
 def _bound(plan):
     """A size that hardly any Poisson batch exceeds."""
-    return optimizers.moments.Independent(int(plan.batch_size + 6 * plan.batch_size**0.5))
+    return moments.Independent(int(plan.batch_size + 6 * plan.batch_size**0.5))
 
 
 def _noise_floor(units):
@@ -167,118 +165,68 @@ def _ending(plan):
     return noise.schedules.allocate(np.linspace(1, 10, plan.steps))
 
 
-def _multistage(plan, learning_rate):
-    smoothness = plan.clip_norm / learning_rate  # the first step size is 1/L
-    return optimizers.DPMultistageNesterov(
-        strong_convexity=0.1 * smoothness,
-        smoothness=smoothness,
-        clip_norm=plan.clip_norm,
-        batch_size=plan.batch_size,
-    )
+_SEARCHES = {entry.name: entry.search for entry in catalog.CATALOG if entry.search}
 
 
-_PER_NORM: dict[str, Any] = {"per_norm": True, "space": _plain()}
-_MOMENTUM: dict[str, Any] = {"momentum": 0.9, "per_norm": True, "space": _plain(0.01, 1.0)}
-_ADAM: dict[str, Any] = {"beta_2": 0.99, "space": {"learning_rate": _SCALED}}
+def _variant(cls, *changes, name=None):
+    """A candidate from the catalogue, with changes to what is fixed and searched for."""
+    search = _SEARCHES[cls]
+    options = dataclasses.asdict(search)
+    arguments = options.pop("arguments")
+    for change in changes:
+        arguments = arguments | change
+    return candidate(name or cls, cls, **options | arguments)
+
+
+_MOMENTUM: dict[str, Any] = {"momentum": 0.9, "space": {"learning_rate": (0.01, 1.0)}}
 _SCALE_FIRST: dict[str, Any] = {
     "second_moment": "scale_then_privatize",
     "epsilon": 1e-4,
-    "beta_2": 0.99,
     "space": {"learning_rate": (3e-3, 6e-2), "clip_share": _SHARE},
 }
-_BIAS_CORRECTED: dict[str, Any] = {
-    "second_moment": "bias_corrected",
-    "epsilon": _noise_floor(1.0),
+_BIAS_CORRECTED: dict[str, Any] = {"second_moment": moments.BiasCorrected(floor=1.0)}
+_INDEPENDENT: dict[str, Any] = {
+    "second_moment": _bound,
+    "epsilon": _noise_floor(10.0),
+    "space": {"learning_rate": (3e-3, 1e-1)},
 }
-_GALORE: dict[str, Any] = {"rank": 8, "update_gap": 50, "space": {"learning_rate": _SCALED}}
-_DELAYED: dict[str, Any] = {
-    "per_norm": True,
-    "space": {
-        "learning_rate": _PLAIN,
-        "adaptive_learning_rate": _SCALED,
-        "clip_share": (0.02, 0.5),
-        "delay": (0.02, 0.5),
-    },
-}
-
 _FILTER: dict[str, Any] = {"gradient_filter": "first_order_v1"}
 _BANDED: dict[str, Any] = {"noise": _bands, "groups": _BANDS}
 _FALLING: dict[str, Any] = {"noise_schedule": _ending}
+_DECAY: dict[str, Any] = {"decay": True}
 
-#: Every optimizer of the library, as it is compared, by name; then compositions of them.
-CANDIDATES: dict[str, Candidate] = {
-    each.name: each
-    for each in (
-        candidate("DPSGD", "DPSGD", **_PER_NORM),
-        candidate("DPSGD, momentum", "DPSGD", **_MOMENTUM),
-        candidate("DPAdam", "DPAdam", **_ADAM),
-        candidate("DPAdam, bias-corrected", "DPAdam", **_BIAS_CORRECTED, **_ADAM),
-        candidate(
-            "DPAdam, independent",
-            "DPAdam",
-            second_moment=_bound,
-            epsilon=_noise_floor(10.0),
-            beta_2=0.99,
-            space={"learning_rate": (3e-3, 1e-1)},
-        ),
-        candidate("DPAdam, scale-then-privatize", "DPAdam", **_SCALE_FIRST),
-        candidate("DPRMSprop", "DPRMSprop", space={"learning_rate": _SCALED}),
-        candidate("DPAdagrad", "DPAdagrad", space={"learning_rate": _SUMMED}),
-        candidate("DPYogi", "DPYogi", space={"learning_rate": _SCALED}),
-        candidate("DP2RMSprop", "DP2RMSprop", **_DELAYED),
-        candidate("DP2Adagrad", "DP2Adagrad", **_DELAYED),
-        candidate("DP2Yogi", "DP2Yogi", **_DELAYED),
-        candidate("DPGaLore", "DPGaLore", **_GALORE),
-        candidate("ADPSGD", "ADPSGD", decay=True, **_PER_NORM),
-        candidate("ADPAdagradNorm", "ADPAdagradNorm", per_norm=True, space=_plain(1.0, 100.0)),
-        candidate("DPHeavyBall", "DPHeavyBall", **_MOMENTUM),
-        candidate("DPNesterov", "DPNesterov", **_MOMENTUM),
-        Candidate("DPMultistageNesterov", _multistage, _plain()),
-        candidate("AdaDPS", "AdaDPS", space={"learning_rate": _SCALED, "clip_share": (0.02, 0.5)}),
-        candidate("PDADPMD", "PDADPMD", **_PER_NORM),
-        candidate(  # its noisy v can be 0, which only ε keeps from making steps without bound
-            "SubspaceAdagrad",
-            "SubspaceAdagrad",
-            rank=4,
-            epsilon=_noise_floor(10.0),
-            space={"learning_rate": _SUMMED},
-        ),
-        # Compositions of second moment, filter, schedule, and correlated or falling noise (the two
-        # together are not accounted).
-        candidate("DPSGD, filter", "DPSGD", **_FILTER, **_PER_NORM),
-        candidate("DPSGD, filter, banded noise", "DPSGD", **_FILTER, **_BANDED, **_PER_NORM),
-        candidate("DPSGD, momentum, banded noise", "DPSGD", **_BANDED, **_MOMENTUM),
-        candidate("DPSGD, momentum, falling noise", "DPSGD", **_FALLING, **_MOMENTUM),
-        candidate("DPSGD, momentum, decaying rate", "DPSGD", decay=True, **_MOMENTUM),
-        candidate(
-            "DPSGD, momentum, banded noise, decaying rate",
-            "DPSGD",
-            decay=True,
-            **_BANDED,
-            **_MOMENTUM,
-        ),
-        candidate("DPNesterov, banded noise", "DPNesterov", **_BANDED, **_MOMENTUM),
-        candidate("DPYogi, banded noise", "DPYogi", **_BANDED, space={"learning_rate": _SCALED}),
-        candidate("DPGaLore, banded noise", "DPGaLore", **_BANDED, **_GALORE),
-        candidate("DPAdam, banded noise", "DPAdam", **_BANDED, **_ADAM),
-        candidate(
-            "DPAdam, bias-corrected, banded noise", "DPAdam", **_BANDED, **_BIAS_CORRECTED, **_ADAM
-        ),
-        candidate("DPAdam, scale-then-privatize, filter", "DPAdam", **_FILTER, **_SCALE_FIRST),
-        candidate(
-            "DPAdam, scale-then-privatize, falling noise", "DPAdam", **_FALLING, **_SCALE_FIRST
-        ),
-        candidate(
-            "DPAdam, scale-then-privatize, banded noise", "DPAdam", **_BANDED, **_SCALE_FIRST
-        ),
-        candidate(
-            "DPAdam, scale-then-privatize, filter, banded noise",
-            "DPAdam",
-            **_FILTER,
-            **_BANDED,
-            **_SCALE_FIRST,
-        ),
-    )
+#: Compositions of second moment, filter, schedule, and correlated or falling noise, by name: the
+#: class, and how they differ from it as it is tuned.
+_COMPOSITIONS: dict[str, tuple[Any, ...]] = {
+    "DPSGD, momentum": ("DPSGD", _MOMENTUM),
+    "DPAdam, bias-corrected": ("DPAdam", _BIAS_CORRECTED),
+    "DPAdam, independent": ("DPAdam", _INDEPENDENT),
+    "DPAdam, scale-then-privatize": ("DPAdam", _SCALE_FIRST),
+    "DPSGD, filter": ("DPSGD", _FILTER),
+    "DPSGD, filter, banded noise": ("DPSGD", _FILTER, _BANDED),
+    "DPSGD, momentum, banded noise": ("DPSGD", _MOMENTUM, _BANDED),
+    "DPSGD, momentum, falling noise": ("DPSGD", _MOMENTUM, _FALLING),
+    "DPSGD, momentum, decaying rate": ("DPSGD", _MOMENTUM, _DECAY),
+    "DPSGD, momentum, banded noise, decaying rate": ("DPSGD", _MOMENTUM, _BANDED, _DECAY),
+    "DPNesterov, banded noise": ("DPNesterov", _BANDED),
+    "DPYogi, banded noise": ("DPYogi", _BANDED),
+    "DPGaLore, banded noise": ("DPGaLore", _BANDED),
+    "DPAdam, banded noise": ("DPAdam", _BANDED),
+    "DPAdam, bias-corrected, banded noise": ("DPAdam", _BIAS_CORRECTED, _BANDED),
+    "DPAdam, scale-then-privatize, filter": ("DPAdam", _SCALE_FIRST, _FILTER),
+    "DPAdam, scale-then-privatize, falling noise": ("DPAdam", _SCALE_FIRST, _FALLING),
+    "DPAdam, scale-then-privatize, banded noise": ("DPAdam", _SCALE_FIRST, _BANDED),
+    "DPAdam, scale-then-privatize, filter, banded noise": (
+        "DPAdam",
+        _SCALE_FIRST,
+        _FILTER,
+        _BANDED,
+    ),
+}
+
+#: Every optimizer of the catalogue as it is compared, by name; then the compositions.
+CANDIDATES: dict[str, Candidate] = {name: _variant(name) for name in _SEARCHES} | {
+    name: _variant(cls, *changes, name=name) for name, (cls, *changes) in _COMPOSITIONS.items()
 }
 
 

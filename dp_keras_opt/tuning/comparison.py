@@ -15,13 +15,14 @@ import keras
 
 from dp_keras_opt.tuning import runs
 from dp_keras_opt.tuning.candidates import CANDIDATES, get
-from dp_keras_opt.types import Path
+from dp_keras_opt.types import Accountant, Path
 
 if TYPE_CHECKING:
     from dp_keras_opt.tuning.candidates import Candidate
     from dp_keras_opt.tuning.runs import Task
 
-_COLUMNS = ("task", "part", "candidate", "epsilon", "delta", "seed", "values", "score")
+_KEY = ("task", "part", "candidate", "epsilon", "delta", "seed", "values")
+_COLUMNS = (*_KEY, "score", "accountant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ def compare(
     results: Path | None = None,
     name: str = "task",
     verbose: int = 1,
+    accountant: Accountant = "auto",
 ) -> Comparison:
     """Trains each candidate at each ε, with hyper-parameters found by a small random search.
 
@@ -92,6 +94,7 @@ def compare(
             already is not run again, so that an interrupted comparison goes on.
         name: of the task, in that file.
         verbose: 0 or 1, whether a progress bar is shown.
+        accountant: "auto", "rdp", "pld" or "pure", by which the noise is found.
 
     Returns:
         A `Comparison`.
@@ -107,7 +110,7 @@ def compare(
     candidates = _resolved(candidates, task)
     epsilons = [float(epsilon) for epsilon in epsilons]
     search_at = float(search_at or sorted(epsilons)[len(epsilons) // 2])
-    runner = _Runner(task, name, delta, results)
+    runner = _Runner(task, name, delta, accountant, results)
     total = len(candidates) * ((trials if trials > 1 else 0) + seeds * len(epsilons))
     bar = keras.utils.Progbar(total, unit_name="run") if verbose else None
     rows = []
@@ -128,23 +131,25 @@ def compare(
 class _Runner:
     """Scores of runs, each from the file of results if it is there."""
 
-    def __init__(self, task, name, delta, path):
+    def __init__(self, task, name, delta, accountant, path):
         self.task, self.name, self.delta, self.path = task, name, delta, path
+        self.accountant = accountant
         self.known, self.done = {}, 0
         if path is not None and os.path.exists(path):
             with open(path, newline="", encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    *key, score = (row[column] for column in _COLUMNS)
-                    self.known[tuple(key)] = float(score)
+                for row in csv.DictReader(file, restkey="accountant"):
+                    key = *(row[column] for column in _KEY), _accountant_of(row)
+                    self.known[key] = float(row["score"])
 
     def __call__(self, part, candidate, values, epsilon, seed, bar):
         setting = json.dumps(values)
         key = (self.name, part, candidate.name, f"{epsilon:g}", f"{self.delta:g}", f"{seed}")
-        key = (*key, setting)
+        key = (*key, setting, self.accountant)
         if key not in self.known:
-            model = runs.train(self.task, candidate, values, epsilon, self.delta, seed)
+            budget = {"accountant": self.accountant}
+            model = runs.train(self.task, candidate, values, epsilon, self.delta, seed, **budget)
             self.known[key] = runs.score(self.task, model, getattr(self.task, part))
-            self._write([*key, self.known[key]])
+            self._write([*key[:-1], self.known[key], self.accountant])
         self.done += 1
         if bar:
             bar.update(self.done)
@@ -158,6 +163,12 @@ class _Runner:
             if not file.tell():
                 writer.writerow(_COLUMNS)
             writer.writerow(row)
+
+
+def _accountant_of(row):
+    """Files of before have no such column, except in rows that were added since: "rdp" is meant."""
+    found = row.get("accountant") or "rdp"
+    return found if isinstance(found, str) else found[0]
 
 
 def _resolved(candidates, task) -> list[Candidate]:

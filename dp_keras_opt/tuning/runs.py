@@ -12,8 +12,8 @@ import numpy as np
 
 from dp_keras_opt import accounting, data
 from dp_keras_opt.accounting.segment import Segment
-from dp_keras_opt.model import make_private
-from dp_keras_opt.tuning.candidates import Plan
+from dp_keras_opt.counterpart import make_private
+from dp_keras_opt.tuning.candidates import RunInfo
 
 if TYPE_CHECKING:
     from dp_keras_opt.tuning.candidates import Candidate
@@ -82,23 +82,25 @@ def optimizer_for(task, candidate, values, sampling, epsilon, delta, **budget):
     It is made twice, since clip norms can be in units of the noise.
     """
     steps = task.steps_of(candidate)
-    plan = Plan(steps, task.batch_size, task.clip_norm)
+    info = RunInfo(steps, task.batch_size, task.clip_norm)
     for _ in range(2):
-        optimizer = candidate.make(plan, **values)
+        optimizer = candidate.make(info, **values)
         _calibrate(optimizer, sampling, steps, epsilon, delta, **budget)
-        plan = dataclasses.replace(plan, noise_multiplier=optimizer.noise_multiplier)
+        info = dataclasses.replace(info, noise_multiplier=optimizer.noise_multiplier)
     return optimizer
 
 
 def _calibrate(optimizer, sampling, steps, epsilon, delta, **budget):
     """As `accounting.calibrate`, but what was found once is looked up and only checked."""
+    optimizer.settle(sampling, steps)
     releases, schedule = optimizer.releases_for(1.0), optimizer.noise_schedule
     config = Segment("", releases, schedule, sampling).to_config()
     key = json.dumps(config, sort_keys=True), steps, epsilon, delta, repr(budget)
     if key not in _found:
-        _found[key] = accounting.calibrate(optimizer, sampling, steps, epsilon, delta, **budget)
-    optimizer.noise_multiplier = _found[key]
-    optimizer.calibrated_for = sampling
+        accounting.calibrate(optimizer, sampling, steps, epsilon, delta, **budget)
+        _found[key] = optimizer.plan
+    optimizer.noise_multiplier = _found[key].noise_multiplier
+    optimizer.plan = _found[key]
 
 
 _found = {}
@@ -115,7 +117,7 @@ def train(task, candidate, values, epsilon, delta, seed=0, ledger=None, verbose=
         seed: of the initial weights; the noise and the batches stay unpredictable.
         ledger: None, or the `accounting.Ledger` that the run is entered in.
         verbose: as for `fit`.
-        **budget: `runs` or `selection` of `accounting.calibrate`.
+        **budget: `num_trainings`, `selection` or `accountant` of `accounting.calibrate`.
 
     Returns:
         The trained `DPModel`.

@@ -13,6 +13,7 @@ from dp_keras_opt.model import DPModel
 from dp_keras_opt.noise.entropy import numpy_generator
 from dp_keras_opt.tuning import runs
 from dp_keras_opt.tuning.candidates import get
+from dp_keras_opt.types import Accountant
 
 if TYPE_CHECKING:
     from dp_keras_opt.tuning.candidates import Candidate
@@ -30,6 +31,7 @@ class Tuned:
         trials: dicts of `values` and `score`, all that were tried; None after a private selection,
             which publishes nothing of the others.
         delta: at which ε is stated.
+        accountant: by which ε is stated.
     """
 
     model: DPModel
@@ -37,15 +39,16 @@ class Tuned:
     score: float
     trials: list[dict[str, Any]] | None
     delta: float
+    accountant: Accountant = "auto"
 
     @property
     def epsilon(self) -> float:
         """ε of the search, the model included (and of what was in the ledger before)."""
-        return self.model.ledger.epsilon(self.delta)
+        return self.model.ledger.epsilon(self.delta, self.accountant)
 
     def statement(self) -> str:
         """The guarantee in words; see `accounting.statement`."""
-        return self.model.statement(self.delta)
+        return self.model.statement(self.delta, self.accountant)
 
 
 def tune(
@@ -58,17 +61,19 @@ def tune(
     repetitions: RandomRepetitions | None = None,
     ledger: Ledger | None = None,
     verbose: int = 1,
+    accountant: Accountant = "auto",
 ) -> Tuned:
     """Searches hyper-parameters at random and returns the best model; ε covers all of it.
 
     Each trial trains on the same private data, so that each costs. Two ways of paying:
 
-    - `trials`: so many runs share the budget by composition. All their results may be published.
+    - `trials`: that many trainings share the budget by composition. All their results may be
+      published.
     - `repetitions`: a random number of runs, of which only the best is published. For the same ε it
       takes less noise, the more so the more runs there are; with a mean of 3 or fewer it may not.
 
     Either is dearer than one run with settings known from public data or from the literature: look
-    at docs/hyperparameters.md before.
+    at docs/how_to/hyperparameters.md before.
 
     Guarantee: the returned model, its values and its score are private as `model.ledger` states, if
     the validation data need no protection. With `repetitions`, do not publish how long it took
@@ -84,6 +89,7 @@ def tune(
         ledger: None, or the `accounting.Ledger` to enter the search in. A private selection is
             entered as a whole before its first run.
         verbose: 0 or 1, whether a progress bar is shown.
+        accountant: "auto", "rdp", "pld" or "pure".
 
     Returns:
         A `Tuned`.
@@ -93,7 +99,7 @@ def tune(
             cannot be met.
 
     Reference: Papernot and Steinke, "Hyperparameter tuning with Rényi differential privacy", ICLR
-    2022.
+    2022, arXiv:2110.03620.
     """
     candidate = get(candidate)
     if repetitions is not None and not isinstance(repetitions, RandomRepetitions):
@@ -106,9 +112,10 @@ def tune(
     budget: dict[str, Any]
     if repetitions is None:
         count = whole_number(trials, "trials", 1, "Give the number of runs.")
-        budget = {"runs": count}
+        budget = {"num_trainings": count, "accountant": accountant}
     else:
-        count, budget = repetitions.draw(generator), {"selection": repetitions}
+        count = repetitions.draw(generator)
+        budget = {"selection": repetitions, "accountant": accountant}
 
     sampling = task.batches(candidate).sampling
 
@@ -141,7 +148,8 @@ def tune(
         best.ledger._drop_last()
         best.ledger = ledger
     shown = tried if repetitions is None else None
-    return Tuned(best, tried[place]["values"], tried[place]["score"], shown, delta)
+    values, score = tried[place]["values"], tried[place]["score"]
+    return Tuned(best, values, score, shown, delta, accountant)
 
 
 def _enter(optimizer, sampling, steps, repetitions, ledger):

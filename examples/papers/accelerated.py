@@ -14,7 +14,7 @@ The authors' code gives Laplace(b) a standard deviation of b instead of √2·b,
 about √2 times larger; it also has other constants in the choice of T. All is run both ways. What is
 printed as published was read off the paper's curves, whose w is another draw.
 
-The iterations are NumPy, 20 runs at a time, and `tests/test_papers.py` holds them against
+The iterations are NumPy, 20 runs at a time, and `tests/docs/test_papers.py` holds them against
 `model.fit` of the library's optimizers. Writes accelerated.csv, .md and .png (figures 3 and 4) to
 output/papers/accelerated.
 """

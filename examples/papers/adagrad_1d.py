@@ -11,7 +11,8 @@ differences have small errors; η (and C where the table says so) is chosen on o
 and judged on the other. The paper does not print the range of its tuning: narrow is here η ≤ 0.3,
 since there the gap between post-processing and independent moments is about the published 0.0029.
 
-The simulation is NumPy; `tests/test_papers.py` holds it against `DPAdagrad`. Not the library's are
+The simulation is NumPy; `tests/docs/test_papers.py` holds it against `DPAdagrad`. Not the
+library's are
 
 - max{1, √v} in place of √v + ε, with which the paper's independent moments divide (a negative v
   is possible). Post-processing gets it too, to tell what it does from what the moments do. The

@@ -13,7 +13,8 @@ DP-SGD's excess to that of ADP-SGD stands beside the theorem's factor, T·Σ η_
 the same for the loss after the last step. Batches are all of the data, for which the factor holds,
 or Poisson samples of 5% or 0.1%. With η = 1/L old noise is forgotten, with η = 0.01/L it piles
 up. Both methods get the same noise, up to size, and all noise also with the opposite sign, which
-keeps out of the ratios what is odd in it. NumPy; `tests/test_papers.py` holds it against `ADPSGD`.
+keeps out of the ratios what is odd in it. NumPy; `tests/docs/test_papers.py` holds it
+against `ADPSGD`.
 
 A small CNN on scikit-learn's 8×8 digits, in place of the paper's on CIFAR-10: test accuracy, the
 best of those after each tenth of the steps (as in the paper: chosen on the test set), and the last.
@@ -35,6 +36,7 @@ import report
 
 import dp_keras_opt as dp
 from dp_keras_opt import theory
+from dp_keras_opt.accounting.composition import adp_noise_multiplier
 from dp_keras_opt.noise import schedules
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -102,7 +104,7 @@ def make_optimizer(method, name, steps, sampling, clip_norm=1.0):
     if method == "DP-SGD":
         return dp.optimizers.DPSGD(rates, clip_norm=clip_norm, **options)
     adp = dp.optimizers.ADPSGD(rates, steps, clip_norm=clip_norm, **options)
-    if sampling.kind == "full":
+    if sampling.takes_all:
         return adp
     logs = ROUNDED * np.round(np.log(adp.noise_schedule.alphas(0, steps)) / ROUNDED)
     rounded = schedules.Fixed(np.exp(logs))
@@ -320,8 +322,12 @@ def images(size, seed):
         seeds = range(seed, seed + size.image_seeds)
         runs = np.array([train(method, name, steps, i, parts, multiplier) for i in seeds])
         results[name, steps, method] = runs
-        print(f"{name}, T = {steps}, {method}: σ = {multiplier:.3f}, accuracy "
-              f"{runs[:, -1].mean():.3f}", flush=True)  # fmt: skip
+        theorem = adp_noise_multiplier(
+            size.image_epsilon, IMAGE_DELTA, sampling.num_examples, IMAGE_BATCH,
+            optimizer.noise_schedule.alphas(0, steps),
+        )  # fmt: skip
+        print(f"{name}, T = {steps}, {method}: σ = {multiplier:.3f} ({theorem:.0f} by theorem 4.1 "
+              f"of the paper), accuracy {runs[:, -1].mean():.3f}", flush=True)  # fmt: skip
     return results
 
 

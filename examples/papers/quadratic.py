@@ -17,7 +17,7 @@ As in the paper, gradients are not clipped, so nothing here is private. To compa
 all the same, σ is the noise on the plain gradient of a clip norm that hardly binds: 3 times the
 root mean square norm at the optimum, ‖c‖. Scaled gradients have a norm of √2 instead, so that
 scale-then-privatize takes σ_s = σ√2/‖c‖ in its geometry; independent moments take √2·σ on the
-gradient and √2·σ·3‖c‖ on its square. The simulation is NumPy; `tests/test_papers.py` holds it
+gradient and √2·σ·3‖c‖ on its square. The simulation is NumPy; `tests/docs/test_papers.py` holds it
 against `DPAdam`.
 
 Writes quadratic.csv, .md and .png to output/papers/quadratic.

@@ -19,6 +19,9 @@ class FakeOptimizer:
     def check_sampling(self, sampling):
         pass
 
+    def settle(self, sampling, steps):
+        self.batch_size = self.batch_size or sampling.batch_size
+
     def releases_for(self, noise_multiplier):
         return tuple(
             Release(query, "mean", ratio * noise_multiplier, Gaussian())

@@ -50,15 +50,15 @@ def _up(epsilon):
 def test_without_a_plan_nothing_is_said(make_ledger):
     ledger = make_ledger(POISSON, 40)
     assert _said(ledger) == (_up(_epsilon(40)), None)
-    assert ledger.epsilon_as_planned(DELTA) == ledger.epsilon(DELTA)
-    assert Ledger().epsilon_as_planned(DELTA) == 0.0
+    assert ledger.epsilon_as_planned(DELTA, "rdp") == ledger.epsilon(DELTA, "rdp")
+    assert Ledger().epsilon_as_planned(DELTA, "rdp") == 0.0
 
 
 def test_a_stop_has_the_guarantee_of_the_plan(gaussians):
     ledger = _fit(Ledger(), gaussians(1.0), planned=100, ran=40)
     assert _said(ledger) == (_up(_epsilon(100)), _up(_epsilon(40)))
-    assert ledger.epsilon(DELTA) == pytest.approx(_epsilon(40))
-    assert ledger.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(100))
+    assert ledger.epsilon(DELTA, "rdp") == pytest.approx(_epsilon(40))
+    assert ledger.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(100))
     assert "40 steps of 100 planned" in " ".join(ledger.statement(DELTA).split())
 
 
@@ -87,14 +87,14 @@ def test_of_several_fits_the_dearest_time_counts(gaussians, second, guarantee, e
     if ended:
         guarantee = max(100, 40 + ran)
     for each in (ledger, Ledger.from_json(ledger.to_json())):
-        assert each.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(guarantee))
+        assert each.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(guarantee))
 
 
 def test_steps_without_a_plan_after_a_stop(gaussians):
     ledger = _fit(Ledger(), gaussians(1.0), planned=100, ran=40)
     ledger.begin(gaussians(1.0), POISSON)
     ledger.reserve(90)
-    assert ledger.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(130))
+    assert ledger.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(130))
 
 
 def test_histories_of_which_none_came_first_count_with_their_plans(gaussians):
@@ -103,21 +103,21 @@ def test_histories_of_which_none_came_first_count_with_their_plans(gaussians):
     for one, other in ((first, second), (second, first)):
         both = Ledger.from_json(one.to_json())
         both.merge(other)
-        assert both.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(160))
+        assert both.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(160))
         _fit(both, gaussians(1.0), planned=5, ran=5, ended=True)  # 40 + 20 + 5
-        assert both.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(160))
+        assert both.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(160))
         _fit(both, gaussians(1.0), planned=200, ran=1)
-        assert both.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(65 + 200))
+        assert both.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(65 + 200))
 
 
 def test_a_run_that_went_on_elsewhere_was_not_over(gaussians):
     first = _fit(Ledger(), gaussians(1.0), planned=100, ran=20)
     second = Ledger.from_json(first.to_json())
     _fit(second, gaussians(1.0), planned=10, ran=10, ended=True)
-    assert second.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(100))
+    assert second.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(100))
     first.reserve(30)
     second.merge(first)
-    assert second.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(110))
+    assert second.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(110))
 
 
 def test_merging_takes_the_later_record_of_a_run(gaussians):
@@ -128,7 +128,7 @@ def test_merging_takes_the_later_record_of_a_run(gaussians):
     ledger.fulfil(ledger.current.run)  # the data ended
     for one, other in ((ledger, checkpoint), (checkpoint, ledger)):
         one.merge(other)
-        assert one.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(50))
+        assert one.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(50))
 
 
 def test_of_records_with_as_many_steps_the_one_that_knows_the_end_counts(gaussians):
@@ -142,7 +142,7 @@ def test_of_records_with_as_many_steps_the_one_that_knows_the_end_counts(gaussia
     content = json.loads(ledger.to_json())
     content["segments"][0]["planned"] = 300
     ledger.merge(Ledger.from_json(json.dumps(content)))  # neither does: the larger plan
-    assert ledger.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(300))
+    assert ledger.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(300))
 
 
 def test_absorbing_goes_on_with_the_current_segment(gaussians, make_ledger):
@@ -179,8 +179,8 @@ def test_a_plan_ends_with_the_schedule(gaussians):
     whole = Ledger()
     whole.begin(gaussians(1.0), POISSON, schedule=schedule)
     whole.reserve(50)
-    assert ledger.epsilon_as_planned(DELTA) == pytest.approx(whole.epsilon(DELTA))
-    assert _said(ledger) == (_up(whole.epsilon(DELTA)), _up(ledger.epsilon(DELTA)))
+    assert ledger.epsilon_as_planned(DELTA, "rdp") == pytest.approx(whole.epsilon(DELTA, "rdp"))
+    assert _said(ledger) == (_up(whole.epsilon(DELTA, "rdp")), _up(ledger.epsilon(DELTA, "rdp")))
 
 
 def test_a_plan_of_correlated_noise():
@@ -190,14 +190,14 @@ def test_a_plan_of_correlated_noise():
     whole = Ledger()
     whole.begin(releases, sampling)
     whole.reserve(30)
-    assert ledger.epsilon_as_planned(DELTA) == pytest.approx(whole.epsilon(DELTA))
+    assert ledger.epsilon_as_planned(DELTA, "rdp") == pytest.approx(whole.epsilon(DELTA, "rdp"))
     run = ledger.current.run  # resumed under another name: what was planned goes along
     ledger.resume(run, 10)
     ledger.plan(5)
     ledger.reserve(5)
     ledger.settle(5, 5)
     ledger.fulfil(ledger.current.run)
-    assert ledger.epsilon_as_planned(DELTA) == pytest.approx(whole.epsilon(DELTA))
+    assert ledger.epsilon_as_planned(DELTA, "rdp") == pytest.approx(whole.epsilon(DELTA, "rdp"))
 
 
 def test_a_plan_within_a_period_costs_no_more(gaussians):
@@ -234,26 +234,26 @@ def test_the_file_knows_the_plan_before_a_step_runs(tmp_path, gaussians):
     ledger.reserve(300)  # and here the process is killed: 3 steps ahead are reserved, too
     read = Ledger.read(path)
     assert (read.steps, read.segments[0].planned) == (303, 500)
-    assert read.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(500))
+    assert read.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(500))
     ledger.settle(300, 250)
     ledger.sync()
-    assert Ledger.read(path).epsilon_as_planned(DELTA) == pytest.approx(_epsilon(500))
+    assert Ledger.read(path).epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(500))
     ledger.fulfil(ledger.current.run)
-    assert Ledger.read(path).epsilon_as_planned(DELTA) == pytest.approx(_epsilon(250))
+    assert Ledger.read(path).epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(250))
     ledger.plan(math.inf)
     assert math.isinf(Ledger.read(path).segments[0].planned)
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
-    ledger.release()
+    ledger.unlock()
 
 
 def test_what_came_after_a_stop_is_in_the_file(tmp_path, gaussians):
     path = tmp_path / "spent.jsonl"
     ledger = _fit(Ledger(path), gaussians(1.0), planned=100, ran=40)
     _fit(ledger, gaussians(1.0), planned=50, ran=50, ended=True)
-    ledger.release()
+    ledger.unlock()
     for each in (Ledger.read(path), Ledger(path)):
-        assert each.epsilon_as_planned(DELTA) == pytest.approx(_epsilon(100))
+        assert each.epsilon_as_planned(DELTA, "rdp") == pytest.approx(_epsilon(100))
 
 
 @pytest.mark.parametrize("name", ["ledger_1.json", "ledger_1.jsonl"])
@@ -267,7 +267,7 @@ def test_ledgers_of_before_load(name, tmp_path):
     for ledger in ledgers:
         assert [segment.steps for segment in ledger.segments] == [250, 20]
         # Older releases of dp_accounting try other orders.
-        assert ledger.epsilon(1e-5) == pytest.approx(6.058619733995208, rel=1e-3)
+        assert ledger.epsilon(1e-5, "rdp") == pytest.approx(6.058619733995208, rel=1e-3)
         assert ledger.epsilon_as_planned(1e-5) == ledger.epsilon(1e-5)
         assert "Stopped early" not in ledger.statement(1e-5)
 
@@ -276,7 +276,7 @@ def test_a_file_of_before_goes_on(tmp_path, gaussians):
     path = tmp_path / "ledger_1.jsonl"
     path.write_bytes((DATA / path.name).read_bytes())
     ledger = _fit(Ledger(path), gaussians(1.0), planned=100, ran=40)
-    ledger.release()
+    ledger.unlock()
     again = Ledger.read(path)
     assert again.steps == 270 + 40
-    assert again.epsilon_as_planned(DELTA) > again.epsilon(DELTA)
+    assert again.epsilon_as_planned(DELTA, "rdp") > again.epsilon(DELTA, "rdp")

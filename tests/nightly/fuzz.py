@@ -1,4 +1,4 @@
-"""Tries random configurations; see tests/fuzzing.py.
+"""Tries random configurations; see tests/helpers/fuzzing.py.
 
     python -m tests.nightly.fuzz --count 2000
 
@@ -12,7 +12,7 @@ import traceback
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.fuzzing import check, configurations
+from tests.helpers.fuzzing import check, configurations
 
 
 def main(arguments=None):

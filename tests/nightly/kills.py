@@ -82,7 +82,7 @@ def check(folder):
     event = dp_accounting.PoissonSampledDpEvent(BATCH / ROWS, dp_accounting.GaussianDpEvent(SIGMA))
     accountant = dp_accounting.rdp.RdpAccountant()
     accountant.compose(dp_accounting.SelfComposedDpEvent(event, len(noises)))
-    assert ledger.epsilon(DELTA) >= accountant.get_epsilon(DELTA) - 1e-9
+    assert ledger.epsilon(DELTA, "rdp") >= accountant.get_epsilon(DELTA) - 1e-9
     return len(noises), ledger.steps
 
 

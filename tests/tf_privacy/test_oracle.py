@@ -1,4 +1,4 @@
-"""Our epsilon and statement against TensorFlow Privacy's.
+"""Our epsilon and statement by RDP against TensorFlow Privacy's.
 
 Its statement counts steps as ceil(epochs / q) and gives two figures: Poisson sampling, and each
 example once an epoch, which is one Gaussian an epoch. `used_microbatching=False` keeps it from
@@ -33,9 +33,12 @@ class Optimizer:
     def check_sampling(self, sampling):
         pass
 
+    def releases_for(self, noise_multiplier):
+        return (Release(0, "mean", noise_multiplier, Gaussian()),)
+
     @property
     def releases(self):
-        return (Release(0, "mean", self.noise_multiplier, Gaussian()),)
+        return self.releases_for(self.noise_multiplier)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,8 @@ def test_poisson_epsilon(tf_privacy, n, size, epochs, sigma, delta, accountant):
     ours = accounting.epsilon(
         Optimizer(sigma, size), Sampling.poisson(n, size), steps, delta, accountant.lower()
     )
-    assert ours == pytest.approx(theirs, rel=1e-12)
+    close = 1e-12 if accountant == "RDP" else 1e-3  # the grids of PLD differ
+    assert ours == pytest.approx(theirs, rel=close)
 
 
 @pytest.mark.parametrize(("n", "size", "epochs", "sigma", "delta"), SETTINGS)
@@ -65,7 +69,7 @@ def test_once_an_epoch(tf_privacy, n, size, epochs, sigma, delta):
     )
     sampling = Sampling.shuffled(n, size, "zero_out")
     steps = epochs * sampling.steps_per_epoch
-    ours = accounting.epsilon(Optimizer(sigma, size), sampling, steps, delta)
+    ours = accounting.epsilon(Optimizer(sigma, size), sampling, steps, delta, "rdp")
     assert ours == pytest.approx(theirs, rel=1e-12)
 
 
@@ -80,7 +84,7 @@ def test_statement(tf_privacy, n, size, epochs, sigma, delta):
         (Sampling.poisson(n, size), math.ceil(epochs / (size / n)), poisson),
     ):
         steps = steps or epochs * sampling.steps_per_epoch
-        text = accounting.statement(Optimizer(sigma, size), sampling, steps, delta)
+        text = accounting.statement(Optimizer(sigma, size), sampling, steps, delta, "rdp")
         shown = float(re.search(r"epsilon\s+=\s+(\d+\.\d{3})", text).group(1))
         assert figure - 1e-9 <= shown <= figure + 0.001 + 1e-9  # they round to nearest, we up
 
@@ -89,5 +93,7 @@ def test_old_function_with_its_orders(tf_privacy):
     """`compute_dp_sgd_privacy` tries fewer Rényi orders, so it is never below ours."""
     theirs, _ = tf_privacy.compute_dp_sgd_privacy(60_000, 256, 1.1, 15, 1e-5)
     steps = math.ceil(15 * 60_000 / 256)
-    ours = accounting.epsilon(Optimizer(1.1, 256), Sampling.poisson(60_000, 256), steps, 1e-5)
+    ours = accounting.epsilon(
+        Optimizer(1.1, 256), Sampling.poisson(60_000, 256), steps, 1e-5, "rdp"
+    )
     assert ours <= theirs <= 1.02 * ours

@@ -1,0 +1,270 @@
+"""The guarantee in words: what is protected, on which assumptions, and what is not."""
+
+import decimal
+import importlib.metadata
+import math
+import textwrap
+from typing import NamedTuple
+
+from dp_keras_opt.accounting.accountant import (
+    check_delta,
+    composable,
+    lower_bound,
+    price_of,
+)
+from dp_keras_opt.accounting.caps import warn_of_cap
+from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
+from dp_keras_opt.accounting.groups import group_epsilon
+from dp_keras_opt.checks import whole_number
+
+_NEIGHBOURS = {
+    "add_or_remove_one": "one is the other with one {unit} added or removed",
+    "zero_out": "they differ in one {unit}, whose clipped gradient is replaced by zero in one",
+    "replace_one": "they have the same size and differ in one {unit}",
+}
+
+_ACCOUNTANTS = {
+    "rdp": "Renyi differential privacy (RDP)",
+    "pld": "privacy loss distributions (PLD)",
+    "pure": "sums of pure epsilons",
+}
+
+_NOTHING = "No training step was taken: nothing was released."
+
+_NOT_COVERED = (
+    "the starting weights, as given when training began: what they were trained on before;",
+    "metrics and losses shown during training, which are computed from the data without noise;",
+    "choices driven by validation data that are not public, such as early stopping: what they "
+    "reveal of these data;",
+    "hyper-parameter tuning: each further training run on the same data adds to epsilon;",
+    "preprocessing computed from the data (vocabularies, Normalization.adapt);",
+    "the number of {unit}s, and the count of {unit}s with non-finite gradients;",
+    "floating-point effects: the proofs are about real numbers, the noise is drawn in float32.",
+)
+
+
+def statement(ledger, delta, accountant="auto", group_size=1, notes=()):
+    """The privacy guarantee of a ledger as readable text.
+
+    Follows the reporting recommendations of Ponomareva et al., "How to DP-fy ML: a practical guide
+    to machine learning with differential privacy", JAIR 2023, arXiv:2303.00654, section 5.3.
+
+    Args:
+        ledger: a `Ledger`, planned (`Ledger.of`) or recorded.
+        delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
+        accountant: "auto", "rdp", "pld" or "pure".
+        group_size: k, to add the guarantee for any k units together.
+        notes: further paragraphs, about the weights.
+
+    Returns:
+        Text of several paragraphs. Epsilons are rounded up to the digits shown. The guarantee is
+        that of what was planned, where results may have stopped the training (`Ledger.plan`). Steps
+        that do not compose to one guarantee have one for each unit and adjacency.
+
+    Raises:
+        ValueError: an argument is out of range, or the accountant cannot price the steps.
+    """
+    group_size = whole_number(group_size, "group_size", 1, "Give the number of units in a group.")
+    segments = [segment for segment in ledger.segments if segment.steps]
+    if not segments:
+        check_delta(delta, segments, accountant)
+        return "\n\n".join(["Privacy statement", _NOTHING, *notes]) + "\n"
+
+    found = claims(ledger, delta, accountant)
+    for segment in segments:
+        warn_of_cap(segment, delta)
+    paragraphs = [
+        "Privacy statement",
+        *(text for claim in found for text in _claimed(claim, delta)),
+        *_apart(found),
+        *_public(segments),
+        "Protected: every intermediate model, the final one, and all that is computed from them.",
+        *(_training(segment, place, segments) for place, segment in enumerate(segments, 1)),
+        *dict.fromkeys(_accounting(claim) for claim in found),
+    ]
+    if group_size > 1:
+        paragraphs += [_group(claim, group_size, delta, accountant) for claim in found]
+    filled = [textwrap.fill(paragraph, 80) for paragraph in (*paragraphs, *notes)]
+    return "\n\n".join([*filled, _bullets("Not covered:", not_covered(found))]) + "\n"
+
+
+class Claim(NamedTuple):
+    """One guarantee: of steps on one privacy unit, under one adjacency."""
+
+    segments: list
+    lower: float  # of the steps that ran, with exact schedules
+    epsilon: float  # of the steps that ran
+    promised: float  # of the steps that were planned: the guarantee
+    accountants: tuple  # that gave it
+    asked: tuple  # of which it is the smallest
+
+    @property
+    def unit(self):
+        return self.segments[0].sampling.unit
+
+    @property
+    def adjacency(self):
+        return self.segments[0].sampling.adjacency
+
+    @property
+    def is_heuristic(self):
+        """Whether its sampling is one for which epsilon is not proven."""
+        return any(segment.sampling.is_heuristic for segment in self.segments)
+
+
+def claims(ledger, delta, accountant="auto"):
+    """The `Claim`s that `statement` puts into words; none where no step was taken."""
+    segments = [segment for segment in ledger.segments if segment.steps]
+    return [_claim(group, delta, accountant) for group in composable(segments)]
+
+
+def not_covered(found):
+    """What these claims do not speak of, a list of phrases."""
+    units = dict.fromkeys(claim.unit for claim in found)
+    return [line.format(unit=" or ".join(units)) for line in _NOT_COVERED]
+
+
+def _claim(segments, delta, accountant):
+    spent = price_of(segments, delta, accountant)
+    lower = lower_bound(segments, delta, accountant, spent.epsilon)
+    states = [segment.state for segment in segments]
+    planned = [each for each in scenarios(segments) if [s.state for s in each] != states]
+    prices = [spent, *(price_of(each, delta, accountant) for each in planned)]
+    promised = max(prices, key=lambda price: price.epsilon)
+    return Claim(segments, lower, spent.epsilon, *promised)
+
+
+def _claimed(claim, delta):
+    """The paragraphs of a guarantee: ε, the neighbours, and whether it is that of a plan."""
+    sampling, unit = claim.segments[0].sampling, claim.unit
+    neighbours = _NEIGHBOURS[claim.adjacency].format(unit=unit)
+    if sampling.examples_per_unit is not None:
+        neighbours += f"; one {unit} stands for all examples of that {unit}"
+    yield _guarantee(claim, delta)
+    yield f"Neighbouring data sets: {neighbours} ({claim.adjacency})."
+    if claim.promised > claim.epsilon:
+        yield (
+            "Stopped early: the training ended before it had run all of the steps that were "
+            "planned, for another reason than the end of its data or of its budget. Such a stop "
+            "may have looked at results, so the guarantee is that of the plan. If the number of "
+            f"steps had been fixed beforehand: epsilon = {rounded_up(claim.epsilon)} at delta = "
+            f"{delta:g}."
+        )
+    if any(is_unknown(segment) for segment in claim.segments):
+        yield (
+            "Stopped early: the training was ended by something else than its data or its budget, "
+            "and how many steps were planned is not known. Epsilon is that of the steps that ran: "
+            "the guarantee holds only if the stop was fixed beforehand."
+        )
+
+
+def _apart(found):
+    """What several guarantees mean for who is in all of the data."""
+    if len(found) > 1:
+        yield (
+            f"These are {len(found)} guarantees, of steps that protect different units or speak "
+            "of different neighbouring data sets. Each holds for its own steps. If they are about "
+            "the same people, the epsilons add up over them, and so do the deltas."
+        )
+
+
+def _guarantee(claim, delta):
+    if math.isinf(claim.promised):
+        return f"NO DIFFERENTIAL PRIVACY: epsilon is infinite at delta = {delta:g}. " + " ".join(
+            f"Steps {segment.first_step} to {segment.last_step - 1} released the "
+            f"{_in_words(release)} of query {release.query} without noise (multiplier 0)."
+            for segment in claim.segments
+            for release in segment.releases
+            if release.multiplier == 0 and not release.is_public
+        )
+    heuristic = " (HEURISTIC, not proven: see the sampling below)"
+    return (
+        f"Guarantee: differential privacy for one {claim.unit} with epsilon = "
+        f"{rounded_up(claim.promised)} at delta = {delta:g}"
+        f"{heuristic if claim.is_heuristic else ''}."
+    )
+
+
+def _training(segment, place, segments):
+    sampling = segment.sampling
+    title = "Training" if len(segments) == 1 else f"Training, part {place} of {len(segments)}"
+    noises = ", ".join(
+        f"{type(release.mechanism).__name__} noise on the {_in_words(release)} with noise "
+        f"multiplier sigma = {release.multiplier:.6g}"
+        for release in segment.releases
+        if not release.is_public
+    )
+    alphas = segment.schedule.alphas(segment.first_step, min(segment.steps, 10**6))
+    if alphas.min() != alphas.max():
+        noises += f" times schedule factors from {alphas.min():.4g} to {alphas.max():.4g}"
+    clipping = "" if segment.clip_norm is None else f", clip norm C = {segment.clip_norm:.6g}"
+    selection = f" {segment.selection.describe()}" if segment.selection else ""
+    open_plan = segment.steps < segment.planned_steps < math.inf
+    of_planned = f" of {segment.planned_steps} planned" if open_plan else ""
+    return (
+        f"{title}: {segment.steps} steps{of_planned}, {noises}{clipping}, expected batch size "
+        f"B = {sampling.batch_size}, n = {sampling.num_examples} {sampling.unit}s. "
+        f"{sampling.describe()}{selection}"
+    )
+
+
+def _accounting(claim):
+    version = importlib.metadata.version("dp-accounting")
+    names = " and ".join(_ACCOUNTANTS[name] for name in claim.accountants)
+    text = f"Accounting: {names}, dp-accounting {version}."
+    if len(claim.asked) > len(claim.accountants):
+        asked = " and ".join(name if name == "pure" else name.upper() for name in claim.asked)
+        text += f" It is the smallest of the bounds by {asked}."
+    if claim.lower < claim.epsilon:
+        text += (
+            f" The noise schedule's many levels were rounded down for it: priced one by one, "
+            f"epsilon would lie between {claim.lower:.6g} and {claim.epsilon:.6g}."
+        )
+    return text
+
+
+def _in_words(release):
+    return release.statistic.replace("_", " ")
+
+
+def _public(segments):
+    """What was declared public, if anything."""
+    used = {release.statistic for segment in segments for release in segment.releases}
+    if "public_mean" in used:
+        yield (
+            "Public data: the training also used rows that were declared public. They are not "
+            "protected, neither clipped nor noised, and nothing is claimed about them."
+        )
+    if "public_values" in used:
+        yield (
+            "Public data: the training also used side information (a second moment) that was "
+            "given as public. Nothing is claimed about the data that it was computed from."
+        )
+
+
+def _group(claim, size, delta, accountant):
+    who = f"for any {size} {claim.unit}s together"
+    histories = [claim.segments, *scenarios(claim.segments)]
+    found = [group_epsilon(each, size, delta, accountant) for each in histories]
+    epsilon = max(group.epsilon for group in found)
+    if math.isinf(epsilon):
+        return (
+            f"Groups: {who} no guarantee follows at delta = {delta:g}. Choose more noise or a "
+            "larger delta."
+        )
+    text = f"Groups: {who}, epsilon = {rounded_up(epsilon)} at delta = {delta:g}"
+    if any(group.is_joint for group in found):
+        return f"{text}, where all of them take part or none does."
+    return f"{text}."
+
+
+def rounded_up(epsilon):
+    """Three decimals, rounded up, so that a text never claims less than was spent."""
+    return str(decimal.Decimal(epsilon).quantize(decimal.Decimal("0.001"), decimal.ROUND_CEILING))
+
+
+def _bullets(title, lines):
+    filled = (
+        textwrap.fill(line, 80, initial_indent="- ", subsequent_indent="  ") for line in lines
+    )
+    return "\n".join([title, *filled])

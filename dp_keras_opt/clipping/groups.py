@@ -1,0 +1,59 @@
+"""Which variables are clipped together, and to what bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from dp_keras_opt._keras import layers_of
+from dp_keras_opt.clipping import per_example
+from dp_keras_opt.clipping.query import Query
+
+
+def clip_groups(model: keras.Model, query: Query) -> list[tuple[Sequence[int], Any]]:
+    """Which variables are clipped together, and to what bound.
+
+    Returns:
+        A list of (indices into `model.trainable_variables`, bound C_l).
+
+    Raises:
+        ValueError: proportions are given, and not for exactly the layers that are trained.
+    """
+    variables = model.trainable_variables
+    if query.style == "flat" or query.population == "public":
+        return [(range(len(variables)), query.clip_norm)]
+    by_layer = variables_by_layer(model)
+    shares = dict.fromkeys(by_layer, 1.0) if query.style == "per_layer" else query.style
+    if set(shares) != set(by_layer):
+        raise ValueError(
+            f"clipping={query.style!r} must name exactly the layers that are trained: "
+            f"{sorted(by_layer)}."
+        )
+    whole = sum(shares.values()) if query.norm == "l1" else math.hypot(*shares.values())
+    index = {id(variable): place for place, variable in enumerate(variables)}
+    return [
+        ([index[id(v)] for v in owned], query.clip_norm * (shares[name] / whole))
+        for name, owned in by_layer.items()
+    ]
+
+
+def variables_by_layer(model):
+    """The trainable variables of each layer that owns some, by the layer's name.
+
+    A variable of several layers belongs to the first. Layers of equal names are told apart by the
+    path of their variables, and by a number where that is the same, too.
+    """
+    owners, seen = {}, set()
+    for layer in layers_of(model):
+        below = {id(v) for child in per_example.children(layer) for v in child.trainable_variables}
+        owned = [v for v in layer.trainable_variables if id(v) not in below | seen]
+        seen.update(id(v) for v in owned)
+        if owned:
+            path = owned[0].path.rpartition("/")[0]
+            names = itertools.chain([layer.name, path], (f"{path}_{k}" for k in itertools.count(2)))
+            owners[next(name for name in names if name not in owners)] = owned
+    return owners

@@ -1,0 +1,229 @@
+"""The engines of a model, and that they may be used: the whole check, in its order."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt import deprecation
+from dp_keras_opt._keras import compiled_metrics, layers_of
+from dp_keras_opt.clipping import per_example, state_changes, validation
+from dp_keras_opt.clipping.batch import Batch
+from dp_keras_opt.clipping.book_keeping import CallFailed
+from dp_keras_opt.clipping.engines import Engines, engines_for
+from dp_keras_opt.clipping.self_check.engine_check import wrong_variables
+from dp_keras_opt.clipping.self_check.independence import check_independence, is_random_in_inference
+from dp_keras_opt.clipping.self_check.lengths import check_lengths, require_length
+from dp_keras_opt.clipping.self_check.passes import Passes, with_tapes
+from dp_keras_opt.clipping.self_check.synthetic import Synthetic
+
+#: Rows of a small and of a larger batch; unlikely as sizes of anything else in a model.
+_FEW, _MANY = 3, 17
+
+#: (rows, magnitude of floats, whether the changed row is an outlier, style of floats) of the
+#: independence check.
+_DRAWS = (
+    (_FEW, 1.0, False, "real"),
+    (_MANY, 1.0, False, "whole"),
+    (_MANY, 1.0, True, "real"),
+    (_MANY, 1.0, False, "missing"),
+    (_MANY, 1e3, False, "real"),
+    (_FEW, 1e3, True, "real"),
+)
+
+
+@deprecation.renamed_arguments(rows="num_rows")
+def checked_engines(
+    model: keras.Model,
+    batch: Batch,
+    num_rows: int | None = None,
+    *,
+    per_example_loss: Callable[..., tf.Tensor] | None = None,
+) -> Engines:
+    """The engines that serve this model, each shown to be right on a synthetic batch.
+
+    Args:
+        model: a built and compiled `DPModel`.
+        batch: a `Batch` whose shapes and dtypes the synthetic one takes; its values are not read.
+        num_rows: how many rows the model is run on at once in training, so that no more are needed
+            here, but two; None where that is not known.
+        per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,); by
+            default the compiled loss of a `DPModel`.
+
+    Returns:
+        Rules and layers of their own as far as these are right; where that fails, the whole model
+        is run one example at a time, and a warning names the variables.
+
+    Raises:
+        ValueError: the model mixes examples, keeps what it saw of them, or changes what a row gives
+            with the length of its batch; or no engine reproduces its gradients.
+    """
+    validation.validate(model)
+
+    per_example_loss = per_example_loss or model.per_example_losses
+
+    def forward(rows, training=True):
+        y_pred = model(rows.x, training=training)
+        return per_example_loss(rows.y, y_pred, rows.sample_weight)
+
+    most = _MANY if num_rows is None else max(2, num_rows)
+    few = min(_FEW, most)
+    _build(model, forward, batch, few)
+    eager = model.run_eagerly or tf.config.functions_run_eagerly()
+    assignments = with_tapes(state_changes.check_assignments, model, forward, batch, eager)
+    weights = [*model.trainable_variables, *assignments.other]
+    before = state_changes.Snapshot(model, assignments, weights)
+    passes, synthetic = Passes(model, forward, eager), Synthetic(batch, few)
+    try:
+        narrow, wide = _usable(model, passes, synthetic, before)
+        is_random = passes.run(wide, before).is_random
+        away = _elsewhere(model, assignments, weights, before, lambda at: passes.why_not(wide, at))
+        _check_lengths(model, passes, synthetic, wide, (before, away), is_random)
+        _check_rows(passes, synthetic, wide, (before, away), is_random, most)
+        engines = _right_engines(model, per_example_loss, (narrow, wide), before, is_random)
+    finally:
+        before.shift = 0
+        before.put_back()
+    return engines._replace(hidden=tuple(assignments.hidden), moving=tuple(assignments.moving))
+
+
+def _build(model, forward, batch, rows):
+    """Makes what the first call makes: a later one would be in the trace of a step."""
+    metrics = compiled_metrics(model)
+    built = all(layer.built for layer in layers_of(model))
+    if built and (metrics is None or metrics.built):
+        return
+    synthetic, _ = Synthetic(batch).pair(np.random.default_rng(0), rows)
+    before = state_changes.Snapshot(model)
+    forward(synthetic)  # building calls layers more often, and makes variables and layers
+    if metrics is not None and not metrics.built:
+        metrics.build(synthetic.y, model(synthetic.x, training=True))
+    before.put_back()
+    validation.validate(model)
+
+
+def _usable(model, passes, synthetic, before):
+    """Batches with finite losses, of the smallest and of the widest range of values, if possible.
+
+    Where masks are, not all may be masked; words that the model does not know may be, all of them.
+    """
+
+    def why_not(batch):
+        return passes.why_not(batch, before, with_gradients=bool(synthetic.open_leaves))
+
+    def found(wide):
+        for _ in range(20):
+            batch, _ = synthetic.pair(random, synthetic.rows, wide=wide)
+            if why_not(batch) is None:
+                break
+        return batch
+
+    synthetic.widen(model, why_not)
+    require_length(synthetic)
+    random = np.random.default_rng(0)
+    wide, narrow = found(True), found(False)
+    return (narrow if why_not(narrow) is None else wide), wide
+
+
+def _elsewhere(model, assignments, weights, before, why_not):
+    """The model's state at other weights: what is 0 at the first step is not so later.
+
+    Weights are moved by random numbers of their own size, or of that of an initial value; other
+    numbers that a loss holds, such as the weight of a penalty, upwards.
+    """
+    random, trained = np.random.default_rng(1), {id(v) for v in model.trainable_variables}
+    for size in (1.0, 0.1):
+        before.put_back()
+        for variable in weights:
+            value = np.asarray(tf.convert_to_tensor(variable), np.float64)
+            usual = max(1, math.prod(value.shape[:-1])) ** -0.5 if value.ndim > 1 else 0.5
+            moved = random.normal(size=value.shape) * max(usual, np.sqrt(np.mean(value**2)))
+            moved = moved if id(variable) in trained else abs(moved)
+            variable.assign(tf.cast(value + size * moved, variable.dtype))
+        away = state_changes.Snapshot(model, assignments, weights)
+        if why_not(away) is None:
+            return away
+    return before
+
+
+def _check_lengths(model, passes, synthetic, wide, states, is_random):
+    """Whether rows change with the length of their batch, where the data leaves it open."""
+    if not synthetic.open_leaves:
+        return
+
+    def why_not(batch, at=states[0]):
+        return passes.why_not(batch, at, with_gradients=True)
+
+    signed, _ = synthetic.pair(np.random.default_rng(1), synthetic.rows, magnitude=2.0)
+    for at in states:
+        for batch in (wide, signed):
+            if batch is wide or why_not(batch, at) is None:
+                check_lengths(
+                    model,
+                    lambda rows, at=at: passes.losses_and_gradients(rows, at, not is_random),
+                    why_not,
+                    synthetic,
+                    batch,
+                )
+
+
+def _check_rows(passes, synthetic, wide, states, is_random, most):
+    """Whether rows change with the others."""
+    random, alone_in = np.random.default_rng(2), "training"
+    if is_random:
+        in_both = is_random_in_inference(passes, wide, states[0])
+        alone_in = None if in_both else "inference"
+    for number, (rows, magnitude, outlier, style) in enumerate(_DRAWS):
+        rows = min(rows, most)
+        for row, at in zip((0, rows - 1), states, strict=True):
+            drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style)
+            at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both
+            check_independence(passes, *drawn, row, at, alone_in, style == "missing")
+    states[0].shift = 0
+
+
+def _right_engines(model, per_example_loss, batches, before, is_random):
+    """The fastest engines that are shown to be right."""
+
+    def compare(engines):
+        # Vectorizing a loop takes tens of seconds outside of a traced function.
+        loops = any(per_example.has_loops(layer) for layer in engines.general)
+        engines = engines._replace(sequential=loops)
+        return wrong_variables(model, per_example_loss, engines, batches, before, is_random)
+
+    engines = engines_for(model)
+    while True:
+        wrong, layers, reason = _failures(model, compare, engines)
+        if not layers:
+            return engines
+        if engines.general == (model,):
+            raise ValueError(
+                f"The per-example gradients of {wrong} cannot be computed, not even by running the "
+                f"model one example at a time: {reason}."
+            )
+        engines = engines.demote(layers, model, reason)
+        if any(isinstance(layer, keras.Model) for layer in engines.general):
+            warnings.warn(
+                f"The per-layer engines do not cover every use of {wrong} ({reason}); the whole "
+                "model is run one example at a time instead. This is exact, but slower and takes "
+                "more memory.",
+                stacklevel=2,
+            )
+
+
+def _failures(model, compare, engines):
+    """Where the engines fail: (paths of variables, the layers they belong to, how)."""
+    try:
+        wrong = with_tapes(compare, engines)
+    except CallFailed as failure:
+        paths = [variable.path for variable in failure.layer.trainable_variables]
+        return paths, [failure.layer], str(failure)
+    served = (*engines.ruled, *engines.general)
+    layers = [s for s in served if any(v.path in wrong for v in s.trainable_variables)]
+    layers = layers or [model] * bool(wrong)
+    return wrong, layers, "the sum of their gradients is not that of the batch"

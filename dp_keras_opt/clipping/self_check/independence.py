@@ -1,0 +1,115 @@
+"""Whether rows are independent: whether what one gives is the same whatever the others are.
+
+A test and not a proof: mixing that no synthetic batch provokes is not seen.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.clipping.batch import Batch
+from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN, Passes
+from dp_keras_opt.clipping.state_changes import Snapshot
+from dp_keras_opt.clipping.validation import MIXING
+
+_FIX = (
+    "Let each example's output and loss depend on that example alone. (Random numbers that do not "
+    "come from a keras.random.SeedGenerator of the layer look the same: the check runs twice.)"
+)
+
+
+def is_random_in_inference(passes: Passes, batch: Batch, before: Snapshot) -> bool:
+    """Whether inference gives other losses with other random numbers.
+
+    Some layers draw in inference, too; others move their generators on to no effect.
+    """
+    one = passes.run(batch, before, training=False)
+    before.shift += 1
+    other = passes.run(batch, before, training=False)
+    before.shift -= 1
+    return not _equal(one.losses, other.losses)
+
+
+def check_independence(
+    passes: Passes,
+    batch: Batch,
+    changed: Batch,
+    row: int,
+    before: Snapshot,
+    alone_in: str | None,
+    must_be_finite: bool = False,
+) -> None:
+    """Runs a model on batches that differ in one row, and on this row alone, and compares.
+
+    Args:
+        passes: of the model.
+        batch, changed: synthetic batches that differ in one row.
+        row: the place of that row.
+        before: the model's state at which each pass begins.
+        alone_in: the mode, "training" or "inference", in which a row alone has no other random
+            numbers than in a batch; None where it has in both.
+        must_be_finite: whether the batches tell nothing where the losses are not finite.
+
+    Raises:
+        ValueError: the outputs of a layer, or the losses, of other rows changed, or are others for
+            a row alone; or a layer adds a loss that depends on the data.
+    """
+    rows = keras.tree.flatten(batch.x)[0].shape[0]
+    try:
+        other = passes.run(changed, before)
+    except DOES_NOT_RUN:
+        return  # the model has no place for such values
+    if must_be_finite and not np.isfinite(other.losses).all():
+        return
+    if other.losses.shape != (rows,):
+        _refuse("The loss", "Return one value per example, without the mean.")
+    first = passes.run(batch, before)
+    before_it, it, after_it = slice(row), slice(row, row + 1), slice(row + 1, None)
+    _compare(first, other, [(before_it, before_it), (after_it, after_it)])
+    if alone_in is not None:
+        training = alone_in == "training"
+        if not training:
+            first = passes.run(batch, before, training)
+        single = tf.nest.map_structure(lambda t: None if t is None else t[it], batch)
+        alone = passes.run(single, before, training)
+        _compare(first, alone, [(it, slice(1))])
+    if passes.added:
+        raise ValueError(
+            f"Layer '{passes.added[0]}' calls add_loss with a loss that depends on the data, which "
+            "cannot be split into the examples' own losses. Put it into the loss function."
+        )
+
+
+def _compare(first, second, places):
+    """Compares rows of one pass with rows of another: (which of these, which of those)."""
+
+    def same(one, other):
+        return all(_equal(one[this], other[that]) for this, that in places)
+
+    for (name, one), (_, other) in zip(first.seen, second.seen, strict=False):
+        have_rows = one.shape[:1] == first.losses.shape and other.shape[:1] == second.losses.shape
+        if have_rows and one.shape[1:] == other.shape[1:] and not same(one, other):
+            _refuse(f"Layer '{name}' (or an operation just before it)")
+    if not same(first.losses, second.losses):
+        _refuse("The loss")
+
+
+def _refuse(what, fix=_FIX):
+    raise ValueError(f"{MIXING.format(what=what)} {fix}")
+
+
+def _equal(a, b):
+    """Equality up to rounding, which is relative to the largest entry of each row."""
+    if a.shape != b.shape:
+        return False
+    return bool(np.all(a == b)) or (a.dtype.kind not in "OSU" and all(map(_close, a, b)))
+
+
+def _close(a, b):
+    a, b = (np.asarray(row, np.float64) for row in (a, b))
+    with np.errstate(invalid="ignore"):
+        largest = np.max(np.abs(b), initial=0.0, where=np.isfinite(b))
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        return bool((same | (np.abs(a - b) <= 1e-3 * largest + 1e-5)).all())

@@ -1,0 +1,83 @@
+"""Whether the length of a batch, which its longest row decides, changes what the others give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+
+from dp_keras_opt.clipping.batch import Batch
+from dp_keras_opt.clipping.self_check.passes import is_in_half_precision
+from dp_keras_opt.clipping.self_check.synthetic import Synthetic
+
+_FIX = (
+    "Pad all rows to one fixed length (padded_shapes= of padded_batch) and state it with "
+    "tf.ensure_shape"
+)
+
+
+def require_length(synthetic: Synthetic) -> None:
+    """Refuses data of open sizes for which a model has no length at all.
+
+    Raises:
+        ValueError: saying why it does not run.
+    """
+    if synthetic.open_leaves and synthetic.length is None:
+        raise ValueError(
+            f"The data leaves sizes of {', '.join(synthetic.open_leaves)} open, and the model runs "
+            f"with none that was tried ({synthetic.reason}), so that it cannot be checked that "
+            f"rows do not change with the length of their batch. {_FIX}."
+        )
+
+
+def check_lengths(
+    model: keras.Model,
+    slope: Callable[[Batch], list[np.ndarray]],
+    why_not: Callable[[Batch], str | None],
+    synthetic: Synthetic,
+    batch: Batch,
+) -> None:
+    """Compares the losses of rows, and their gradients, with those of the same rows padded.
+
+    Where batches are padded to their longest row, a long example pads all others. What these give
+    must not change by it: masks must keep the padding out.
+
+    Args:
+        model: the model.
+        slope: function of a batch that gives its losses and gradients, without randomness.
+        why_not: why the model gives no finite losses for a batch, None where it does.
+        synthetic: what pads a batch where the data leaves sizes open, with 0, "" or False.
+        batch: a synthetic batch.
+
+    Raises:
+        ValueError: they change, or the model runs with one length only.
+    """
+    if not synthetic.open_leaves:
+        return
+    names = ", ".join(synthetic.open_leaves)
+    tolerance = 0.05 if is_in_half_precision(model) else 1e-3
+    before, compared = slope(batch), False
+    for longer in synthetic.longer(batch):
+        if why_not(longer) is not None:
+            continue
+        compared = True
+        for old, new in zip(before, slope(longer), strict=True):
+            largest = np.abs(old).max(initial=0.0)
+            if not np.abs(old - new).max(initial=0.0) <= tolerance * largest + 1e-5:
+                raise ValueError(
+                    f"The data leaves sizes of {names} open, and an example's loss or gradient "
+                    "changes when its batch gets longer. One long example then changes those of "
+                    "all others by padding them, and moves the sum by more than its own clipped "
+                    "gradient: the ε would be too small. Mask the padding through to the loss "
+                    "(mask_zero=True in Embedding, or a Masking layer of value 0; pooling and "
+                    "recurrent layers then leave it out). Weights of 0 for padded positions are "
+                    "not enough, since an example's loss is the mean over all positions that are "
+                    f"not masked. Or: {_FIX}."
+                )
+    if not compared:
+        raise ValueError(
+            f"The data leaves sizes of {names} open, but the model runs with one length only, of "
+            f"those that were tried ({synthetic.length}), so that it cannot be checked that rows "
+            f"do not change with the length of their batch. {_FIX}."
+        )

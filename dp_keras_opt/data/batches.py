@@ -1,0 +1,263 @@
+"""Batches that state how they were sampled, so that the accountant is told the truth about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from dp_keras_opt import deprecation
+from dp_keras_opt._keras import is_grain_dataset, is_tf_dataset, is_torch_dataloader
+from dp_keras_opt.accounting.sampling import Sampling
+from dp_keras_opt.workers import place
+
+
+class RowInfo(NamedTuple):
+    """The third element of each `(x, y, rows)` batch: which rows count, and how much.
+
+    `DPModel` lets `mask` weight the loss and *all* metrics. Keras would count padding in those
+    that are not weighted. A mask [users, K] says that of the users·K rows each K consecutive ones
+    are those of one user, and are clipped as one.
+    """
+
+    mask: Any  # float32 [rows] or [users, K], 1 for an example and 0 for padding
+    sample_weight: Any = None  # None, or the user's weights: float32 [rows], or a structure of it
+    public: Any = None  # None, or float32 [rows]: 1 / their number for rows declared public, else 0
+
+
+#: What is said where padding could no longer be told from data.
+LOST_ROWS = (
+    "The batches are padded, and what says which of their rows are padding is lost: the RowInfo, "
+    "the third element of each batch. Copies of an example would count as data, and one example "
+    "would move the sum by many times the clip norm at an unchanged ε. Pass the RowInfo on as it "
+    "is; to change examples on the way, use batches.map(lambda x, y: ...), which keeps it."
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches:
+    """A data set of batches, with the statement of how they were sampled.
+
+    It exists because attributes set on a `tf.data.Dataset` are lost by its `map`, `prefetch` and
+    `repeat`. To change examples on the way, as for augmentation, call `map`. Whoever replaces the
+    data set (`dataclasses.replace(batches, dataset=...)`) keeps each batch as it is, its `RowInfo`
+    included: `cache` would repeat the same draws in every epoch, `unbatch` and `shuffle` would mix
+    them, and the statement would be false.
+
+    Attributes:
+        dataset: what `keras.Model.fit` takes.
+        sampling: the `dp.accounting.Sampling`.
+        physical_batch_size: the number of rows to process at a time, of which the rows of every
+            batch are a multiple; or None: all at once.
+        steps_per_epoch: the number of batches in an iteration, or None: unknown.
+        order_seed: the seed that the order, or the groups, of the examples were drawn from; to be
+            kept as secret as the noise. None where there is neither.
+        workers: how many processes take part in each batch, of which `dataset` has the rows of
+            this one.
+    """
+
+    dataset: Any = dataclasses.field(repr=False)
+    sampling: Sampling
+    physical_batch_size: int | None = None
+    steps_per_epoch: int | None = None
+    order_seed: int | None = dataclasses.field(default=None, repr=False)
+    workers: int = 1
+
+    arrangement = deprecation.renamed_attribute("arrangement", "order_seed")
+
+    def map(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> Batches:
+        """The same batches with `function(x, y)` in the place of each example (x, y).
+
+        It is called on every row alone, padding and public rows included, whenever a batch is
+        drawn: random augmentation is another each time, and no example can depend on others. Which
+        rows count, their weights and the sampling stay as they are.
+
+        Args:
+            function: takes x and y of one example, without the dimension of the batch, and returns
+                its new x and y, of the same shapes for all examples. It is traced by `tf.data`.
+
+        Raises:
+            TypeError: the data is no `tf.data.Dataset`, or `function` does not return (x, y).
+        """
+        if not isinstance(self.dataset, tf.data.Dataset):
+            raise TypeError(
+                "map needs batches of a tf.data.Dataset, received those of a "
+                f"{type(self.dataset).__name__}. Change the examples where they are made."
+            )
+        pairs = self.dataset.map(lambda x, y, *rows: (x, y))
+        signature = pairs.unbatch().map(function).element_spec  # traced, and never run
+        if not isinstance(signature, tuple) or len(signature) != 2:
+            raise TypeError(
+                f"function(x, y) must return a tuple (x, y) of one example; it returns {signature}."
+            )
+
+        def each(x, y, *rows):
+            mapped = tf.map_fn(lambda pair: function(*pair), (x, y), fn_output_signature=signature)
+            return (*mapped, *rows)
+
+        mapped = self.dataset.map(each, num_parallel_calls=tf.data.AUTOTUNE)
+        return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        if self.steps_per_epoch is None:
+            raise TypeError("The number of batches is not known.")
+        return self.steps_per_epoch
+
+    def __bool__(self):
+        return True  # not len(self), which may be unknown
+
+
+Batches.__init__ = deprecation.renamed_arguments(  # type: ignore[method-assign]
+    arrangement="order_seed"
+)(Batches.__init__)
+
+
+def assume_sampling(data: Any, sampling: Sampling) -> Batches:
+    """Batches that the user samples, with the user's word for how.
+
+    The library cannot check that word, and the privacy guarantee rests on it: if the examples get
+    into batches in another way, the reported ε is wrong.
+
+    Where rows are padded to the longest of their batch (`padded_batch`), with 0, "" or False, the
+    model must mask the padding; `fit` refuses it otherwise. A fixed length must not be chosen by
+    looking at the data.
+
+    Args:
+        data: batches as `keras.Model.fit` takes them: a `tf.data.Dataset`, a
+            `keras.utils.PyDataset`, a generator, or a DataLoader of PyTorch or grain; of `(x, y)`
+            or `(x, y, sample_weight)`, where `RowInfo` may stand for the weights. For several
+            workers, this one's part of each batch, of examples that no other worker has.
+        sampling: the `dp.accounting.Sampling` that takes place.
+
+    Returns:
+        `Batches`.
+
+    Raises:
+        TypeError: if `sampling` is no `Sampling`, or `data` are no batches, or are `Batches`.
+        ValueError: if all batches are of one size, and `sampling` states another.
+    """
+    if not isinstance(sampling, Sampling):
+        raise TypeError(
+            "`sampling` must be a dp.accounting.Sampling, such as Sampling.poisson(num_examples, "
+            f"batch_size). Received: {sampling!r}"
+        )
+    if isinstance(data, Batches):
+        raise TypeError(
+            f"`data` states its sampling already: {data!r}. To change its examples, call its map."
+        )
+    if not are_batches(data):
+        raise TypeError(
+            "`data` must be batches that Keras reads: a tf.data.Dataset, a "
+            "keras.utils.PyDataset, a generator, or a DataLoader of PyTorch or grain. Received: "
+            f"{type(data).__name__}. For one pass over an iterable of batches, give "
+            "(batch for batch in data). For arrays, use `dp.data.poisson_batches`."
+        )
+    workers = place()[1]
+    size = _fixed_batch_size(data)
+    if size is not None and sampling.varies_in_size:
+        warnings.warn(
+            f"Batches of {sampling.kind} sampling vary in size, but those of `data` have exactly "
+            f"{size} rows: the reported ε would be wrong. Use `dp.data.poisson_batches` or "
+            "`balls_in_bins`, or state the sampling that takes place.",
+            stacklevel=2,
+        )
+    elif size is not None and size * workers != sampling.batch_size:
+        raise ValueError(
+            f"`sampling` states batches of {sampling.batch_size} examples, but those of `data` "
+            f"have {size}{f' for each of {workers} workers' if workers > 1 else ''}. Make them "
+            "agree."
+        )
+    steps = number_of_batches(data)
+    return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
+
+
+def are_batches(data):
+    """Whether Keras reads batches from such an object."""
+    kinds = tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType
+    by_name = (
+        is_tf_dataset,
+        is_torch_dataloader,
+        is_grain_dataset,
+    )
+    return isinstance(data, kinds) or any(is_kind(data) for is_kind in by_name)
+
+
+def for_keras(data):
+    """The data as `keras.Model.fit` takes them."""
+    return _WithoutNone(data) if isinstance(data, keras.utils.PyDataset) else data
+
+
+class _WithoutNone(keras.utils.PyDataset):
+    """A `PyDataset` with `()` for what its `RowInfo` lacks: Keras has no type for None there."""
+
+    def __init__(self, batches):
+        super().__init__(batches.workers, batches.use_multiprocessing, batches.max_queue_size)
+        self.batches = batches
+
+    @property
+    def num_batches(self):
+        return self.batches.num_batches
+
+    def __getitem__(self, index):
+        batch = self.batches[index]
+        if not isinstance(batch, tuple | list) or not isinstance(batch[-1], RowInfo):
+            return batch
+        *others, rows = batch
+        return (*others, RowInfo(*(() if part is None else part for part in rows)))
+
+    def on_epoch_begin(self):
+        self.batches.on_epoch_begin()
+
+    def on_epoch_end(self):
+        self.batches.on_epoch_end()
+
+
+def row_info(weights, number):
+    """The third element of a batch of that many rows, as `RowInfo`."""
+    return weights if isinstance(weights, RowInfo) else RowInfo(tf.ones((number,)), weights)
+
+
+def rows_per_user(rows):
+    """K where the rows are K for each user, None where each stands for itself."""
+    return rows.mask.shape[1] if rows.mask.shape.rank == 2 else None
+
+
+def number_of_batches(data):
+    """How many batches an iteration over `data` has, None where that is not known, or no end is."""
+    try:
+        return data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
+    except (TypeError, NotImplementedError):  # infinite, unknown or a generator
+        return None
+
+
+def is_endless(data):
+    """Whether an iteration over `data` is known to have no end."""
+    if isinstance(data, tf.data.Dataset):
+        return int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
+    return isinstance(data, keras.utils.PyDataset) and data.num_batches is None
+
+
+def check_rows(batches):
+    """Refuses batches of a sampler that have lost their `RowInfo`, which tell padding from data."""
+    spec = getattr(batches.dataset, "element_spec", None)
+    if batches.physical_batch_size is None or spec is None:
+        return
+    if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], RowInfo)):
+        raise ValueError(LOST_ROWS)
+
+
+def _fixed_batch_size(data):
+    """The static number of examples in all batches of a `tf.data.Dataset`, if there is one."""
+    spec = getattr(data, "element_spec", None)
+    if isinstance(spec, tuple) and any(isinstance(part, RowInfo) for part in spec):
+        return None  # the rows are fixed, the examples among them are not
+    sizes = {leaf.shape[0] for leaf in tf.nest.flatten(spec) if getattr(leaf, "shape", ())}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -1,0 +1,85 @@
+"""Rows of public data beside the private ones of each batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dp_keras_opt.checks import whole_number
+from dp_keras_opt.data import arrays
+from dp_keras_opt.data.batches import Batches, RowInfo, row_info, rows_per_user
+
+
+def with_public(
+    private: Batches, public: tuple[Any, Any], public_batch_size: int | None = None
+) -> Batches:
+    """Adds rows of public data to each private batch, for optimizers that use them.
+
+    Args:
+        private: `Batches`, e.g. of `poisson_batches`.
+        public: `(x, y)` of arrays shaped like the private examples; data that needs no protection.
+        public_batch_size: number of public rows in each batch, drawn without replacement. Default:
+            all of them.
+
+    Returns:
+        `Batches` whose elements end in the public rows. These are neither clipped nor noised nor
+        accounted, have weight 1, and count in no metric.
+
+    Guarantee: none about the public data; every privacy statement says that it was used. Declare
+    only data public that is: a user who asks nothing of it, or data that anyone may have.
+
+    Raises:
+        ValueError: the structures or shapes do not match those of the private data.
+    """
+    if not isinstance(private, Batches) or not isinstance(private.dataset, tf.data.Dataset):
+        raise ValueError(
+            "private must be Batches of a tf.data.Dataset, such as poisson_batches gives; received "
+            f"{private!r}."
+        )
+    x, y, _ = arrays.tensors(public, max_bytes=2**40)
+    count = len(keras.tree.flatten(x)[0])
+    size = count if public_batch_size is None else public_batch_size
+    size = whole_number(
+        size, "public_batch_size", 1, f"There are {count} public examples.", maximum=count
+    )
+    ours = tuple(private.dataset.element_spec[:2])
+    theirs = tf.nest.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype), (x, y))
+    try:
+        tf.nest.map_structure(_check_same_form, ours, theirs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Public data of the form {theirs} stand beside private data of the form {ours}. Give "
+            "both the same form."
+        ) from error
+
+    def join(x_private, y_private, rows=None):
+        chosen = tf.range(count) if size == count else tf.random.shuffle(tf.range(count))[:size]
+        number = tf.shape(keras.tree.flatten(x_private)[0])[0]
+        rows = row_info(rows, number)
+        per_user = rows_per_user(rows) or 1  # public rows are no user's, but fill up users' places
+        filling = -size % per_user
+        mine = keras.tree.map_structure(
+            lambda t: tf.gather(t, tf.pad(chosen, [(0, filling)])), (x, y)
+        )
+
+        def append(private_part, public_part):
+            return tf.concat([private_part, public_part], axis=0)
+
+        joined = keras.tree.map_structure(append, (x_private, y_private), mine)
+        weight = keras.tree.map_structure(
+            lambda w: None if w is None else append(w, tf.ones((size + filling,), w.dtype)),
+            rows.sample_weight,
+        )
+        share = tf.pad(tf.fill((size,), 1.0 / (size * private.workers)), [(number, filling)])
+        ends = [(0, (size + filling) // per_user)] + [(0, 0)] * (rows.mask.shape.rank - 1)
+        return (*joined, RowInfo(tf.pad(rows.mask, ends), weight, share))
+
+    return dataclasses.replace(private, dataset=private.dataset.map(join))
+
+
+def _check_same_form(ours, theirs):
+    if ours.dtype != theirs.dtype or not ours.shape[1:].is_compatible_with(theirs.shape[1:]):
+        raise ValueError("The shapes or the types of the examples differ.")

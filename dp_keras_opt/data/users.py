@@ -1,0 +1,54 @@
+"""The examples of each user, and which of them take part once the user is drawn. NumPy only."""
+
+import numpy as np
+
+
+def examples_by_user(users, n):
+    """The indices of each user's examples: a list of int64 arrays, one per distinct id.
+
+    Args:
+        users: (n,) ids, integers or strings.
+        n: the number of examples.
+
+    Raises:
+        TypeError: the ids are neither.
+        ValueError: there is not one for each example.
+    """
+    ids = np.asarray(users)
+    kinds = {type(i) for i in ids.flat} if ids.dtype.kind == "O" else {ids.dtype.kind}
+    if len(kinds) != 1 or not kinds <= {"i", "u", "S", "U", str, bytes}:
+        raise TypeError(
+            "`users` must be integers or strings, one kind of them and none missing: an id that is "
+            f"not one person's would leave persons unprotected. Received: dtype {ids.dtype}."
+        )
+    if ids.shape != (n,):
+        raise ValueError(
+            f"`users` must have one id for each of the {n} examples. Received: shape {ids.shape}"
+        )
+    _, user, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    return np.split(np.argsort(user, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def examples_of(rng, owned, drawn, most):
+    """At most `most` examples of each user drawn, a fresh uniform subset where there are more.
+
+    Args:
+        rng: NumPy generator.
+        owned: what `examples_by_user` gave.
+        drawn: int64 indices of users, -1 for none.
+        most: K.
+
+    Returns:
+        int64 (len(drawn)·K,), K for each user; negative for padding: ~i, where i is an example of
+        the same user, and -1 for nobody.
+    """
+    rows = np.full((len(drawn), most), -1, np.int64)
+    for row, user in zip(rows, drawn, strict=True):
+        if user < 0:
+            continue
+        own = owned[user]
+        if len(own) > most:
+            own = rng.choice(own, most, replace=False, shuffle=False)
+        row[:] = ~own[0]
+        row[: len(own)] = own
+    return rows.ravel()

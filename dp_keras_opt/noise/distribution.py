@@ -1,0 +1,36 @@
+"""A distribution, by how it is drawn from random words; a new one is one object of this kind."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from dp_keras_opt.noise import bits
+
+
+class Distribution(NamedTuple):
+    """Two ways to draw, each a function of (source, shape) that calls `source.words`.
+
+    Attributes:
+        ordinary: float32 draws.
+        secure: float64 draws of several words each, for `secure_noise=True`.
+    """
+
+    ordinary: Callable[..., Any]
+    secure: Callable[..., Any]
+
+
+def sum_of_two(source, shape, radius):
+    """Σ r·cos v of two radii and angles, where cancelling leaves neither a 0 nor a grid.
+
+    Args:
+        source: of the words.
+        shape: of the draws.
+        radius: function of words that gives the radii r.
+    """
+    words = source.words(5, math.prod(shape))
+    cosines, _ = bits.circle(words[2:4], source.dtype)
+    total = tf.reduce_sum(radius(words[:2]) * cosines, axis=0)
+    # What is less than the two numbers' last digit is not in their sum: it is drawn.
+    return tf.reshape(total + 2.0**-53 * bits.rest(words[4], source.dtype), shape)

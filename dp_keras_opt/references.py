@@ -1,0 +1,597 @@
+"""The papers and books that the library follows: one list for docstrings, catalogue and docs.
+
+Plain data, without imports of the library. Docstrings give the same arXiv id or DOI literally; a
+test holds them to this list.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A paper or a book.
+
+    Attributes:
+        authors: all of them, in the order of the title page.
+        title: as published.
+        venue: where it was published, with the year.
+        year: of that publication.
+        arxiv: the arXiv id, None where there is none.
+        doi: the DOI, None where there is none.
+        url: an address, for what has neither.
+        version: of which version the numbers of algorithms, equations and theorems are, where
+            versions differ: "v2" of arXiv, or the published one.
+    """
+
+    authors: tuple[str, ...]
+    title: str
+    venue: str
+    year: int
+    arxiv: str | None = None
+    doi: str | None = None
+    url: str | None = None
+    version: str | None = None
+
+    @property
+    def identifier(self) -> str:
+        """What a docstring gives: "arXiv:" or "doi:" and the id, else the address."""
+        if self.arxiv:
+            return f"arXiv:{self.arxiv}"
+        return f"doi:{self.doi}" if self.doi else str(self.url)
+
+    @property
+    def link(self) -> str:
+        """Where it can be read."""
+        if self.arxiv:
+            return f"https://arxiv.org/abs/{self.arxiv}"
+        return f"https://doi.org/{self.doi}" if self.doi else str(self.url)
+
+    @property
+    def short(self) -> str:
+        """One line: first author, title, year, identifier."""
+        family = [name.removesuffix(" Jr.").rsplit(" ", 1)[-1] for name in self.authors]
+        who = f"{family[0]} et al." if len(family) > 2 else " and ".join(family)
+        return f"{who}, {self.title}, {self.year}, {self.identifier}"
+
+
+#: All of them, by the key that the catalogue uses.
+REFERENCES: dict[str, Reference] = {
+    # Training.
+    "abadi2016": Reference(
+        (
+            "Martín Abadi",
+            "Andy Chu",
+            "Ian Goodfellow",
+            "H. Brendan McMahan",
+            "Ilya Mironov",
+            "Kunal Talwar",
+            "Li Zhang",
+        ),
+        "Deep learning with differential privacy",
+        "CCS 2016",
+        2016,
+        arxiv="1607.00133",
+        doi="10.1145/2976749.2978318",
+    ),
+    "amid2022": Reference(
+        (
+            "Ehsan Amid",
+            "Arun Ganesh",
+            "Rajiv Mathews",
+            "Swaroop Ramaswamy",
+            "Shuang Song",
+            "Thomas Steinke",
+            "Vinith M. Suriyakumar",
+            "Om Thakkar",
+            "Abhradeep Thakurta",
+        ),
+        "Public data-assisted mirror descent for private model training",
+        "ICML 2022",
+        2022,
+        arxiv="2112.00193",
+    ),
+    "aybat2019": Reference(
+        ("Necdet Serhat Aybat", "Alireza Fallah", "Mert Gürbüzbalaban", "Asuman Ozdaglar"),
+        "A universally optimal multistage accelerated stochastic gradient method",
+        "NeurIPS 2019",
+        2019,
+        arxiv="1901.08022",
+    ),
+    "bu2023_automatic": Reference(
+        ("Zhiqi Bu", "Yu-Xiang Wang", "Sheng Zha", "George Karypis"),
+        "Automatic clipping: differentially private deep learning made easier and stronger",
+        "NeurIPS 2023",
+        2023,
+        arxiv="2206.07136",
+    ),
+    "bu2023_bookkeeping": Reference(
+        ("Zhiqi Bu", "Yu-Xiang Wang", "Sheng Zha", "George Karypis"),
+        "Differentially private optimization on large model at small cost",
+        "ICML 2023",
+        2023,
+        arxiv="2210.00038",
+    ),
+    "duchi2011": Reference(
+        ("John Duchi", "Elad Hazan", "Yoram Singer"),
+        "Adaptive subgradient methods for online learning and stochastic optimization",
+        "Journal of Machine Learning Research 12, 2011",
+        2011,
+        url="https://jmlr.org/papers/v12/duchi11a.html",
+    ),
+    "ganesh2025": Reference(
+        ("Arun Ganesh", "Brendan McMahan", "Abhradeep Thakurta"),
+        "On design principles for private adaptive optimizers",
+        "PPML 2025",
+        2025,
+        arxiv="2507.01129",
+        version="v1",
+    ),
+    "kairouz2021_subspaces": Reference(
+        ("Peter Kairouz", "Mónica Ribero", "Keith Rush", "Abhradeep Thakurta"),
+        "(Nearly) dimension independent private ERM with AdaGrad rates via publicly estimated "
+        "subspaces",
+        "COLT 2021",
+        2021,
+        arxiv="2008.06570",
+        version="as published",
+    ),
+    "kalinin2025": Reference(
+        ("Nikita P. Kalinin", "Jalaj Upadhyay", "Christoph H. Lampert"),
+        "Continual release moment estimation with differential privacy",
+        "arXiv, 2025",
+        2025,
+        arxiv="2502.06597",
+    ),
+    "kingma2015": Reference(
+        ("Diederik P. Kingma", "Jimmy Ba"),
+        "Adam: a method for stochastic optimization",
+        "ICLR 2015",
+        2015,
+        arxiv="1412.6980",
+    ),
+    "kuru2022": Reference(
+        ("Nurdan Kuru", "Ş. İlker Birbil", "Mert Gürbüzbalaban", "Sinan Yıldırım"),
+        "Differentially private accelerated optimization algorithms",
+        "SIAM Journal on Optimization 32, 2022",
+        2022,
+        arxiv="2008.01989",
+        doi="10.1137/20M1355847",
+        version="as published",
+    ),
+    "li2022": Reference(
+        ("Tian Li", "Manzil Zaheer", "Sashank J. Reddi", "Virginia Smith"),
+        "Private adaptive optimization with side information",
+        "ICML 2022",
+        2022,
+        arxiv="2202.05963",
+    ),
+    "li2023": Reference(
+        (
+            "Tian Li",
+            "Manzil Zaheer",
+            "Ziyu Liu",
+            "Sashank J. Reddi",
+            "H. Brendan McMahan",
+            "Virginia Smith",
+        ),
+        "Differentially private adaptive optimization with delayed preconditioners",
+        "ICLR 2023",
+        2023,
+        arxiv="2212.00309",
+        version="as published",
+    ),
+    "nesterov2004": Reference(
+        ("Yurii Nesterov",),
+        "Introductory lectures on convex optimization: a basic course",
+        "Springer, 2004",
+        2004,
+        doi="10.1007/978-1-4419-8853-9",
+    ),
+    "polyak1964": Reference(
+        ("Boris T. Polyak",),
+        "Some methods of speeding up the convergence of iteration methods",
+        "USSR Computational Mathematics and Mathematical Physics 4(5), 1964",
+        1964,
+        doi="10.1016/0041-5553(64)90137-5",
+    ),
+    "reddi2018": Reference(
+        ("Sashank J. Reddi", "Satyen Kale", "Sanjiv Kumar"),
+        "On the convergence of Adam and beyond",
+        "ICLR 2018",
+        2018,
+        arxiv="1904.09237",
+    ),
+    "tang2024": Reference(
+        ("Qiaoyue Tang", "Frederick Shpilevskiy", "Mathias Lécuyer"),
+        "DP-AdamBC: your DP-Adam is actually DP-SGD (unless you apply bias correction)",
+        "AAAI 2024",
+        2024,
+        arxiv="2312.14334",
+    ),
+    "tieleman2012": Reference(
+        ("Tijmen Tieleman", "Geoffrey Hinton"),
+        "Lecture 6.5: rmsprop, divide the gradient by a running average of its recent magnitude",
+        "Coursera, Neural networks for machine learning, 2012",
+        2012,
+        url="https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf",
+    ),
+    "ward2019": Reference(
+        ("Rachel Ward", "Xiaoxia Wu", "Léon Bottou"),
+        "AdaGrad stepsizes: sharp convergence over nonconvex landscapes",
+        "ICML 2019",
+        2019,
+        arxiv="1806.01811",
+    ),
+    "wu2021": Reference(
+        ("Xiaoxia Wu", "Lingxiao Wang", "Irina Cristali", "Quanquan Gu", "Rebecca Willett"),
+        "Adaptive differentially private empirical risk minimization",
+        "arXiv, 2021",
+        2021,
+        arxiv="2110.07435",
+        version="arXiv",
+    ),
+    "zaheer2018": Reference(
+        ("Manzil Zaheer", "Sashank J. Reddi", "Devendra Sachan", "Satyen Kale", "Sanjiv Kumar"),
+        "Adaptive methods for nonconvex optimization",
+        "NeurIPS 2018",
+        2018,
+        url="https://papers.nips.cc/paper/8186-adaptive-methods-for-nonconvex-optimization",
+    ),
+    "zhang2024": Reference(
+        ("Xinwei Zhang", "Zhiqi Bu", "Mingyi Hong", "Meisam Razaviyayn"),
+        "DOPPLER: differentially private optimizers with low-pass filter for privacy noise "
+        "reduction",
+        "NeurIPS 2024",
+        2024,
+        arxiv="2408.13460",
+        version="v1",
+    ),
+    "zhao2024": Reference(
+        (
+            "Jiawei Zhao",
+            "Zhenyu Zhang",
+            "Beidi Chen",
+            "Zhangyang Wang",
+            "Anima Anandkumar",
+            "Yuandong Tian",
+        ),
+        "GaLore: memory-efficient LLM training by gradient low-rank projection",
+        "ICML 2024",
+        2024,
+        arxiv="2403.03507",
+    ),
+    # Noise.
+    "choquette2024": Reference(
+        ("Christopher A. Choquette-Choo", "Arun Ganesh", "Thomas Steinke", "Abhradeep Thakurta"),
+        "Privacy amplification for matrix mechanisms",
+        "ICLR 2024",
+        2024,
+        arxiv="2310.15526",
+    ),
+    "denisov2022": Reference(
+        (
+            "Sergey Denisov",
+            "H. Brendan McMahan",
+            "Keith Rush",
+            "Adam Smith",
+            "Abhradeep Guha Thakurta",
+        ),
+        "Improved differential privacy for SGD via optimal private linear operators on adaptive "
+        "streams",
+        "NeurIPS 2022",
+        2022,
+        arxiv="2202.08312",
+    ),
+    "dvijotham2024": Reference(
+        (
+            "Krishnamurthy (Dj) Dvijotham",
+            "H. Brendan McMahan",
+            "Krishna Pillutla",
+            "Thomas Steinke",
+            "Abhradeep Thakurta",
+        ),
+        "Efficient and near-optimal noise generation for streaming differential privacy",
+        "FOCS 2024",
+        2024,
+        arxiv="2404.16706",
+    ),
+    "kalinin2026_square_roots": Reference(
+        ("Nikita P. Kalinin", "Ryan McKenna", "Jalaj Upadhyay", "Christoph H. Lampert"),
+        "Back to square roots: an optimal bound on the matrix factorization error for multi-epoch "
+        "differentially private SGD",
+        "ICLR 2026",
+        2026,
+        arxiv="2505.12128",
+    ),
+    "kalinin2026": Reference(
+        ("Nikita P. Kalinin", "Ryan McKenna", "Rasmus Pagh", "Christoph H. Lampert"),
+        "DP-λCGD: efficient noise correlation for differentially private model training",
+        "ICML 2026",
+        2026,
+        arxiv="2601.22334",
+    ),
+    "mcmahan2024": Reference(
+        ("H. Brendan McMahan", "Zheng Xu", "Yanxiang Zhang"),
+        "A hassle-free algorithm for private learning in practice: don't use tree aggregation, use "
+        "BLTs",
+        "arXiv, 2024",
+        2024,
+        arxiv="2408.08868",
+    ),
+    "choquette2023": Reference(
+        (
+            "Christopher A. Choquette-Choo",
+            "Arun Ganesh",
+            "Ryan McKenna",
+            "H. Brendan McMahan",
+            "Keith Rush",
+            "Abhradeep Thakurta",
+            "Zheng Xu",
+        ),
+        "(Amplified) banded matrix factorization: a unified approach to private training",
+        "NeurIPS 2023",
+        2023,
+        arxiv="2306.08153",
+    ),
+    "dwork2006": Reference(
+        ("Cynthia Dwork", "Frank McSherry", "Kobbi Nissim", "Adam Smith"),
+        "Calibrating noise to sensitivity in private data analysis",
+        "TCC 2006",
+        2006,
+        doi="10.1007/11681878_14",
+    ),
+    "fichtenberger2023": Reference(
+        ("Hendrik Fichtenberger", "Monika Henzinger", "Jalaj Upadhyay"),
+        "Constant matters: fine-grained error bound on differentially private continual "
+        "observation",
+        "ICML 2023",
+        2023,
+        arxiv="2202.11205",
+    ),
+    "holohan2021": Reference(
+        ("Naoise Holohan", "Stefano Braghin"),
+        "Secure random sampling in differential privacy",
+        "ESORICS 2021",
+        2021,
+        arxiv="2107.10138",
+    ),
+    "kairouz2021_ftrl": Reference(
+        (
+            "Peter Kairouz",
+            "Brendan McMahan",
+            "Shuang Song",
+            "Om Thakkar",
+            "Abhradeep Thakurta",
+            "Zheng Xu",
+        ),
+        "Practical and private (deep) learning without sampling or shuffling",
+        "ICML 2021",
+        2021,
+        arxiv="2103.00039",
+    ),
+    "kalinin2024": Reference(
+        ("Nikita P. Kalinin", "Christoph H. Lampert"),
+        "Banded square root matrix factorization for differentially private model training",
+        "NeurIPS 2024",
+        2024,
+        arxiv="2405.13763",
+    ),
+    "mironov2012": Reference(
+        ("Ilya Mironov",),
+        "On significance of the least significant bits for differential privacy",
+        "CCS 2012",
+        2012,
+        doi="10.1145/2382196.2382264",
+    ),
+    # Accounting.
+    "balle2018": Reference(
+        ("Borja Balle", "Gilles Barthe", "Marco Gaboardi"),
+        "Privacy amplification by subsampling: tight analyses via couplings and divergences",
+        "NeurIPS 2018",
+        2018,
+        arxiv="1807.01647",
+    ),
+    "canonne2020": Reference(
+        ("Clément L. Canonne", "Gautam Kamath", "Thomas Steinke"),
+        "The discrete Gaussian for differential privacy",
+        "NeurIPS 2020",
+        2020,
+        arxiv="2004.00010",
+    ),
+    "chua2024": Reference(
+        (
+            "Lynn Chua",
+            "Badih Ghazi",
+            "Pritish Kamath",
+            "Ravi Kumar",
+            "Pasin Manurangsi",
+            "Amer Sinha",
+            "Chiyuan Zhang",
+        ),
+        "How private are DP-SGD implementations?",
+        "ICML 2024",
+        2024,
+        arxiv="2403.17673",
+    ),
+    "chua2025": Reference(
+        (
+            "Lynn Chua",
+            "Badih Ghazi",
+            "Charlie Harrison",
+            "Ethan Leeman",
+            "Pritish Kamath",
+            "Ravi Kumar",
+            "Pasin Manurangsi",
+            "Amer Sinha",
+            "Chiyuan Zhang",
+        ),
+        "Balls-and-bins sampling for DP-SGD",
+        "AISTATS 2025",
+        2025,
+        arxiv="2412.16802",
+    ),
+    "doroshenko2022": Reference(
+        (
+            "Vadym Doroshenko",
+            "Badih Ghazi",
+            "Pritish Kamath",
+            "Ravi Kumar",
+            "Pasin Manurangsi",
+        ),
+        "Connect the dots: tighter discrete approximations of privacy loss distributions",
+        "PoPETs 2022",
+        2022,
+        arxiv="2207.04380",
+    ),
+    "feldman2025": Reference(
+        ("Vitaly Feldman", "Moshe Shenfeld"),
+        "Privacy amplification by random allocation",
+        "arXiv, 2025",
+        2025,
+        arxiv="2502.08202",
+    ),
+    "feldman2026": Reference(
+        ("Vitaly Feldman", "Moshe Shenfeld"),
+        "Efficient privacy loss accounting for subsampling and random allocation",
+        "arXiv, 2026",
+        2026,
+        arxiv="2602.17284",
+    ),
+    "kairouz2015": Reference(
+        ("Peter Kairouz", "Sewoong Oh", "Pramod Viswanath"),
+        "The composition theorem for differential privacy",
+        "ICML 2015",
+        2015,
+        arxiv="1311.0776",
+    ),
+    "mironov2017": Reference(
+        ("Ilya Mironov",),
+        "Rényi differential privacy",
+        "CSF 2017",
+        2017,
+        arxiv="1702.07476",
+    ),
+    "mironov2019": Reference(
+        ("Ilya Mironov", "Kunal Talwar", "Li Zhang"),
+        "Rényi differential privacy of the sampled Gaussian mechanism",
+        "arXiv, 2019",
+        2019,
+        arxiv="1908.10530",
+    ),
+    "papernot2022": Reference(
+        ("Nicolas Papernot", "Thomas Steinke"),
+        "Hyperparameter tuning with Rényi differential privacy",
+        "ICLR 2022",
+        2022,
+        arxiv="2110.03620",
+        version="v2",
+    ),
+    "ponomareva2023": Reference(
+        (
+            "Natalia Ponomareva",
+            "Hussein Hazimeh",
+            "Alex Kurakin",
+            "Zheng Xu",
+            "Carson Denison",
+            "H. Brendan McMahan",
+            "Sergei Vassilvitskii",
+            "Steve Chien",
+            "Abhradeep Thakurta",
+        ),
+        "How to DP-fy ML: a practical guide to machine learning with differential privacy",
+        "Journal of Artificial Intelligence Research 77, 2023",
+        2023,
+        arxiv="2303.00654",
+    ),
+    "ganesh2024": Reference(
+        ("Arun Ganesh",),
+        "Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians "
+        "mechanisms",
+        "arXiv, 2024",
+        2024,
+        arxiv="2401.10294",
+    ),
+    "ganesh2025_truncated": Reference(
+        ("Arun Ganesh",),
+        "Tighter privacy analysis for truncated Poisson sampling",
+        "arXiv, 2025",
+        2025,
+        arxiv="2508.15089",
+    ),
+    "vadhan2017": Reference(
+        ("Salil Vadhan",),
+        "The complexity of differential privacy",
+        "Tutorials on the Foundations of Cryptography, Springer, 2017",
+        2017,
+        doi="10.1007/978-3-319-57048-8_7",
+    ),
+    "sommer2019": Reference(
+        ("David M. Sommer", "Sebastian Meiser", "Esfandiar Mohammadi"),
+        "Privacy loss classes: the central limit theorem in differential privacy",
+        "PoPETs 2019",
+        2019,
+        doi="10.2478/popets-2019-0029",
+    ),
+    "zhu2022": Reference(
+        ("Yuqing Zhu", "Jinshuo Dong", "Yu-Xiang Wang"),
+        "Optimal accounting of differential privacy via characteristic function",
+        "AISTATS 2022",
+        2022,
+        arxiv="2106.08567",
+    ),
+    "wang2019": Reference(
+        ("Yu-Xiang Wang", "Borja Balle", "Shiva Prasad Kasiviswanathan"),
+        "Subsampled Rényi differential privacy and analytical moments accountant",
+        "AISTATS 2019",
+        2019,
+        arxiv="1808.00087",
+    ),
+    # Audits, documentation, and what is beside privacy.
+    "mitchell2019": Reference(
+        (
+            "Margaret Mitchell",
+            "Simone Wu",
+            "Andrew Zaldivar",
+            "Parker Barnes",
+            "Lucy Vasserman",
+            "Ben Hutchinson",
+            "Elena Spitzer",
+            "Inioluwa Deborah Raji",
+            "Timnit Gebru",
+        ),
+        "Model cards for model reporting",
+        "FAT* 2019",
+        2019,
+        arxiv="1810.03993",
+        doi="10.1145/3287560.3287596",
+    ),
+    "box1958": Reference(
+        ("G. E. P. Box", "Mervin E. Muller"),
+        "A note on the generation of random normal deviates",
+        "The Annals of Mathematical Statistics 29(2), 1958",
+        1958,
+        doi="10.1214/aoms/1177706645",
+    ),
+    "salmon2011": Reference(
+        ("John K. Salmon", "Mark A. Moraes", "Ron O. Dror", "David E. Shaw"),
+        "Parallel random numbers: as easy as 1, 2, 3",
+        "SC 2011",
+        2011,
+        doi="10.1145/2063384.2063405",
+    ),
+    "steele2014": Reference(
+        ("Guy L. Steele Jr.", "Doug Lea", "Christine H. Flood"),
+        "Fast splittable pseudorandom number generators",
+        "OOPSLA 2014",
+        2014,
+        doi="10.1145/2660193.2660195",
+    ),
+    "steinke2023": Reference(
+        ("Thomas Steinke", "Milad Nasr", "Matthew Jagielski"),
+        "Privacy auditing with one (1) training run",
+        "NeurIPS 2023",
+        2023,
+        arxiv="2305.08846",
+        version="v1",
+    ),
+}

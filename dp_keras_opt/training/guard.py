@@ -1,0 +1,418 @@
+"""The guard around the train function: no step without its entry in the ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import secrets
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from dp_keras_opt import workers
+from dp_keras_opt._keras import layers_of
+from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.accounting.accountant import composable, epsilon_of
+from dp_keras_opt.accounting.budget import Budget
+from dp_keras_opt.accounting.sampling import check_sampling
+from dp_keras_opt.noise import entropy
+from dp_keras_opt.training import saved_run
+from dp_keras_opt.training.weight_history import WeightHistory
+
+
+class PrivacyBudgetError(RuntimeError):
+    """A step was asked for that the privacy budget does not allow."""
+
+
+@dataclasses.dataclass
+class FitProgress:
+    """How far a `fit` has come with what it was to run.
+
+    Attributes:
+        to_run: steps that it has yet to run, unless results stop it; infinite if not known.
+        pass_length: after how many steps the data end, also within an execution of several; None
+            where that is not known.
+        out_of_budget: whether the budget has ended it.
+        passes: how often the data came to their end.
+        is_finished: whether all that was planned ran, or the budget ended it, so that results had
+            no say in when it stopped.
+    """
+
+    to_run: float
+    pass_length: int | None = None
+    out_of_budget: bool = False
+    passes: int = 0
+    is_finished: bool = False
+
+
+class PrivacyGuard:
+    """Decides which steps of a model may run, and enters them in the ledger before they do.
+
+    It checks that the data is sampled as it is accounted, that the noise schedule goes on where it
+    stopped, and that the budget holds. Nothing inside of a compiled graph could refuse: assertions
+    vanish under XLA. It sees no gradient and no batch.
+
+    The model that is passed to its methods is the `DPModel` that has it: its optimizer, weights,
+    strategy and the ledgers of models in it are read; `stop_training` is set, and `train_function`
+    unset where it must be traced anew.
+
+    Attributes:
+        budget: the `Budget` that no step may exceed, or None.
+        sampling: how batches are sampled, None where that is not known yet.
+        order_seed: the seed of the order, or the groups, of the examples; None where there is none.
+        run: the segment of the ledger that the last step belongs to.
+        resumed: a `SavedRun` that the next step goes on with, or None.
+        is_stepping: whether the train function runs, with its steps in the ledger.
+        progress: of the `fit` that runs, None outside of one.
+        history: what else the weights have cost.
+    """
+
+    def __init__(self) -> None:
+        self.budget: Budget | None = None
+        self.sampling: Sampling | None = None
+        self.order_seed: int | None = None
+        self.run: str | None = None
+        self.resumed: saved_run.SavedRun | None = None
+        self.is_stepping = False
+        self.progress: FitProgress | None = None
+        self.history = WeightHistory()
+        self._ledger = Ledger()
+        self._process = entropy.process()
+        self._passes_begun = 0
+        self._warned_of: Any = None  # the plan that a warning spoke of
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether `fit` runs."""
+        return self.progress is not None
+
+    def ledger(self, model: Any) -> Ledger:
+        """The ledger, with what other models have spent on the same weights."""
+        self.history.gather(self._ledger, model.weights)
+        return self._ledger
+
+    def ledger_of_all(self, model: Any) -> Ledger:
+        """The ledger, the same at all workers: they must come to the same decisions."""
+        self.ledger(model)
+        strategy = model.distribute_strategy
+        if workers.place(strategy)[1] > 1:
+            for text in workers.gathered(self._ledger.to_json().encode(), strategy):
+                self._ledger.merge(Ledger.from_json(text.decode()))
+        return self._ledger
+
+    def exchange_ledger(self, model: Any, ledger: Ledger) -> None:
+        """Takes another ledger, to which what was spent so far is added."""
+        if not isinstance(ledger, Ledger):
+            raise ValueError(
+                f"ledger must be a dp_keras_opt.accounting.Ledger, received {ledger!r}."
+            )
+        ledger.merge(self.ledger(model))
+        self._ledger = ledger
+
+    def learn(self, model: Any, text: str) -> None:
+        """Takes the ledger that was saved beside loaded weights."""
+        self.history.learn(self._ledger, model.weights, text)
+
+    def sample_as(self, model: Any, sampling: Sampling, order_seed: int | None = None) -> None:
+        """Checks and takes the sampling of the batches to come.
+
+        Raises:
+            ValueError: the optimizer or its calibration is for another one.
+        """
+        check_sampling(model.optimizer, sampling)
+        accounted = model.optimizer.calibrated_for
+        if accounted is not None and accounted != sampling:
+            raise ValueError(
+                f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
+                "Calibrate for this sampling, or set noise_multiplier yourself."
+            )
+        before = self.sampling
+        if before is not None and before.examples_per_unit != sampling.examples_per_unit:
+            model.train_function = None  # to be traced anew: tracing checks the batches against it
+        self.sampling, self.order_seed = sampling, order_seed
+        self.ledger(model).close()
+
+    # Around the train function.
+
+    def around(
+        self, model: Any, execute: Callable[[Any], Any], check: Callable[[Any], None]
+    ) -> Callable[[Any], Any]:
+        """The train function, with its steps checked, reserved in the ledger, run and settled.
+
+        Args:
+            model: the `DPModel`.
+            execute: Keras's train function, of an iterator.
+            check: function of the iterator, called before each execution.
+        """
+        steps, optimizer = model.steps_per_execution, model.optimizer
+
+        def train_function(iterator):
+            if model.optimizer is not optimizer or model.steps_per_execution != steps:
+                raise ValueError(
+                    "The optimizer or steps_per_execution was exchanged without compiling again; "
+                    "the compiled training step would not notice. Call compile."
+                )
+            optimizer.noise_source.renew_after_fork()
+            check(iterator)
+            reserved = self._enter(model, steps)
+            if not reserved:
+                model.stop_training = True
+                raise StopIteration
+            before = steps_taken(optimizer)
+            self.is_stepping = True
+            try:
+                logs = execute(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                self._settle(optimizer, reserved, before)
+                raise
+            except BaseException:
+                if optimizer.noise.is_correlated:  # past noise of a step that released nothing
+                    self._ledger.close()
+                raise
+            finally:
+                self.is_stepping = False
+            self._settle(optimizer, reserved, before)  # the data may have ended in between
+            if self.progress is not None and not self.affords(steps):
+                self.progress.out_of_budget = True
+                model.stop_training = True
+            return logs
+
+        return train_function
+
+    def _enter(self, model, steps):
+        """Reserves these steps in the ledger, and returns how many; 0 if the budget ends a `fit`.
+
+        Fewer are reserved where the data end before.
+
+        Raises:
+            PrivacyBudgetError: the budget does not afford them, outside of `fit`.
+            ValueError: the noise schedule would not go on where it stopped.
+        """
+        optimizer = model.optimizer
+        if self._process != entropy.process():  # the process that it forked from has the run
+            self._ledger.close()
+            self._process = entropy.process()
+        self.history.gather_again(self._ledger, model.weights)
+        self._notice_new_pass()
+        self.begin_run(model)
+        self.history.record(self._ledger, self.run, model)
+        segment = self._ledger.current
+        if segment.schedule.length is not None and segment.last_step != steps_taken(optimizer):
+            raise ValueError(
+                f"The optimizer's step counter was set to {steps_taken(optimizer)}, but the noise "
+                f"schedule is accounted up to step {segment.last_step}. Leave the counter alone, "
+                "or compile again with a new optimizer."
+            )
+        if not self.affords(steps):
+            if self.progress is None:
+                raise PrivacyBudgetError(
+                    f"{steps} more training steps would exceed the privacy budget {self.budget}."
+                )
+            self.progress.out_of_budget = True
+            return 0
+        steps = self._until_end(steps)
+        self.warn_past_plan(optimizer, steps)
+        self._ledger.reserve(steps, self.run)
+        return steps
+
+    def _until_end(self, steps):
+        """How many of so many steps there are data for, where a segment began with a pass."""
+        length = self.progress and self.progress.pass_length
+        current = self._ledger.current
+        return min(steps, length - current.steps % length) if length and current else steps
+
+    def _notice_new_pass(self):
+        """Ends the segment where the data were begun anew within a pass: another draw, to be paid.
+
+        In `fit` that cannot be: there Keras begins anew only where the data have come to their end,
+        and the first batch is drawn after this.
+        """
+        passes = self.sampling and self.sampling.passes
+        begun = passes.begun if passes else 0
+        current = self._ledger.current
+        if begun != self._passes_begun and not self.is_fitting and current and current.breaks_off:
+            self._ledger.close()
+        self._passes_begun = begun
+
+    def begin_run(self, model: Any) -> None:
+        """Opens a segment of the ledger for the next steps, where none is open.
+
+        Raises:
+            ValueError: it is not known how batches are sampled.
+        """
+        current, optimizer = self._ledger.current, model.optimizer
+        if (
+            current is not None
+            and current.run == self.run
+            and (
+                (current.releases, current.schedule, current.clip_norm)
+                == (optimizer.releases, optimizer.noise_schedule, optimizer.clip_norm)
+            )
+        ):
+            return
+        if self.sampling is None:
+            raise ValueError(
+                "How batches are sampled is not known, so no ε can be stated. Set "
+                "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
+            )
+        # Checked again: the model may be compiled anew.
+        self.sample_as(model, self.sampling, self.order_seed)
+        for layer in layers_of(model, include_self=False):
+            if isinstance(getattr(layer, "_guard", None), PrivacyGuard):
+                self._ledger.merge(layer.ledger)  # what it spent is in the weights, too
+        self.ledger_of_all(model)
+        if self.resumed is not None:
+            conditions = self.sampling, self.order_seed
+            self.run = saved_run.go_on(self.resumed, self._ledger, *conditions, model)
+            self.resumed = None
+        else:
+            run = workers.of_chief(secrets.token_bytes(16), model.distribute_strategy).hex()
+            self._ledger.begin(
+                optimizer.releases,
+                self.sampling,
+                schedule=optimizer.noise_schedule,
+                clip_norm=optimizer.clip_norm,
+                first_step=steps_taken(optimizer),
+                run=run,
+                plan=optimizer.plan,
+            )
+            if optimizer.noise.is_correlated:
+                optimizer.noise_source.memory.reset()  # a segment is a run of its own
+            self.run = run
+        if self.progress is not None:
+            self._enter_plan()
+
+    def _settle(self, optimizer, reserved, before):
+        """Gives back the reserved steps that did not run, as the optimizer's counter proves.
+
+        Raises:
+            RuntimeError: the counter says that more steps ran, so the ledger would be wrong.
+        """
+        executed = steps_taken(optimizer) - before
+        if not 0 <= executed <= reserved:
+            self._ledger.reserve(max(executed - reserved, 0), self.run)  # they cannot be undone
+            raise RuntimeError(
+                f"{reserved} training steps were accounted, but the optimizer counts {executed}. "
+                "Did something set its step counter?"
+            )
+        self._ledger.settle(reserved, executed)
+        if self.progress is not None:
+            self.progress.passes += executed < reserved
+            self.progress.to_run = max(self.progress.to_run - executed, 0)
+
+    # What a `fit` is to run.
+
+    @contextlib.contextmanager
+    def fitting(
+        self, model: Any, steps: float, pass_length: int | None = None
+    ) -> Iterator[FitProgress]:
+        """Around a `fit`: tells the ledger what is planned, and at the end what became of it.
+
+        Args:
+            model: the `DPModel`.
+            steps: how many steps it is to run, unless results stop it; infinite if not known.
+            pass_length: as in `FitProgress`.
+        """
+        self.progress = progress = FitProgress(steps, pass_length)
+        try:
+            self.ledger(model)
+            self._enter_plan()
+            self.warn_past_plan(model.optimizer, steps)
+            yield progress
+        finally:
+            self.progress = None
+            ledger = self.ledger(model)
+            if progress.is_finished and self.run is not None:
+                with self._warning_of_disk():
+                    ledger.fulfil(self.run)
+            if ledger.current and ledger.current.breaks_off:
+                ledger.close()  # `train_on_batch` may begin another pass
+            with self._warning_of_disk():
+                ledger.sync()
+
+    def _enter_plan(self):
+        """Tells the ledger how many steps are planned of its current segment."""
+        steps, current = self.progress.to_run, self._ledger.current
+        if self.budget is not None and not math.isinf(self.budget.epsilon):
+            steps = min(steps, max(self.budget.limit(self._ledger) - current.steps, 0))
+        self._ledger.plan(steps)
+
+    @contextlib.contextmanager
+    def _warning_of_disk(self):
+        try:
+            yield
+        except OSError as error:
+            warnings.warn(
+                f"{self._ledger.path} could not be brought up to date ({error}): it counts more "
+                "steps than ran, which is safe.",
+                stacklevel=6,  # the caller of `fit`: two context managers lie between
+            )
+
+    # The budget.
+
+    def affords(self, steps: int) -> bool:
+        """Whether this many steps more keep the budget."""
+        if self.budget is None or self._ledger.current is None:  # the next step begins a segment
+            return True
+        return self.budget.affords(self._ledger, self._until_end(steps))
+
+    def check_beginning(self, steps: int) -> None:
+        """Refuses to begin with an optimizer whose first steps exceed the budget.
+
+        Raises:
+            PrivacyBudgetError: they do.
+        """
+        if self.budget is None or self.affords(steps):
+            return
+        spent = self._ledger.epsilon(self.budget.delta, self.budget.accountant)
+        raise PrivacyBudgetError(
+            f"The privacy budget {self.budget} affords not even the first {steps} step(s), so "
+            f"that nothing would be trained; ε = {spent:.4g} was spent before. Raise epsilon or "
+            "delta, or add noise: dp_keras_opt.accounting.calibrate finds how much."
+        )
+
+    def warn_of_end(self, steps: int, planned: int | None) -> None:
+        """Says that the budget ended a `fit` early, if it did.
+
+        Args:
+            steps: how many steps it ran.
+            planned: how many it was to run, None if not known.
+        """
+        if planned is None or steps < planned:
+            of = "" if planned is None else f" of {planned}"
+            warnings.warn(
+                f"The privacy budget {self.budget} allows no further step: training stopped after "
+                f"{steps}{of} steps. To train on, pass a PrivacyBudget with a larger epsilon.",
+                stacklevel=3,
+            )
+
+    def warn_past_plan(self, optimizer: Any, steps: float) -> None:
+        """Says, once, that this many steps more go past what the noise was found for."""
+        plan = optimizer.plan
+        if plan is None or plan is self._warned_of or self.budget is not None:
+            return
+        total = steps_taken(optimizer) + steps
+        if plan.steps < total < math.inf:
+            self._warned_of = plan
+            *past, current = self._ledger.segments
+            future = dataclasses.replace(
+                current, steps=current.steps + min(steps, current.end[0]), planned=None
+            )
+            segments = [*(segment for segment in past if segment.steps), future]
+            (composed,) = (group for group in composable(segments) if future in group)
+            warnings.warn(
+                f"The noise was calibrated for {plan.steps} steps, for ε = {plan.epsilon:g} at δ = "
+                f"{plan.delta:g}, and training goes on to step {total}: ε will be "
+                f"{epsilon_of(composed, plan.delta, plan.accountant):.4g}. Calibrate for as many "
+                "steps as will run, or pass a PrivacyBudget, which ends training before it is "
+                "exceeded.",
+                stacklevel=5,  # the caller of `fit`: a context manager lies between
+            )
+
+
+def steps_taken(optimizer: Any) -> int:
+    """How many steps the optimizer has taken."""
+    return int(optimizer.iterations.numpy())

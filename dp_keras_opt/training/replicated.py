@@ -1,0 +1,140 @@
+"""Training on several devices or machines: what Keras's own loop cannot do with a private step.
+
+Each replica computes the clipped sums of its rows. Then, outside of any replica, the sums are added
+up, noise is added once and the optimizer moves the variables, which TensorFlow keeps equal on all
+replicas. Of several workers (processes) each does the second part for itself, on the same sum and
+with the same noise, so that all get the same weights.
+
+Keras's loop calls the optimizer inside of each replica; under `MultiWorkerMirroredStrategy` it
+reduces scalar logs along an axis that they do not have; and it builds a model from a batch that it
+reduces first, whatever the types in it. `train_function`, `test_function` and `element_spec` stand
+in their place.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from dp_keras_opt import _keras, workers
+from dp_keras_opt.training import step
+
+
+def check_compiled(model, optimizer):
+    """Refuses what replicas could not be trained with.
+
+    Raises:
+        ValueError: the optimizer's variables would not be on all replicas, or XLA is asked to
+            compile for several logical CPUs, of which it has one.
+    """
+    strategy = model.distribute_strategy
+    if not workers.is_used(strategy):
+        return
+    made = _keras.strategy_of_model(model), _keras.strategy_of_optimizer(optimizer)
+    if any(each is not strategy for each in made):
+        raise ValueError(
+            "The model and its optimizer were not both made under the strategy that is in use. "
+            "Make both within `with strategy.scope():`."
+        )
+    several = workers.local(strategy) > 1
+    if model.jit_compile and several and "CPU" in strategy.extended.worker_devices[0]:
+        raise ValueError(
+            "XLA does not compile for several CPU devices of one process. Leave jit_compile out."
+        )
+
+
+def distributed(strategy, dataset):
+    """Elements for each replica of this worker in turn, over and over, as what `fit` takes.
+
+    TensorFlow is not left to split the data: by rules of its own it may leave out examples or give
+    one to two workers.
+    """
+    return strategy.distribute_datasets_from_function(
+        lambda _: dataset.repeat().prefetch(2 * workers.local(strategy))
+    )
+
+
+def element_spec(iterable):
+    """The `TensorSpec`s of what one replica gets, None for what is not there."""
+    spec = getattr(iterable, "element_spec", None)
+
+    def first(part):
+        part = getattr(part, "_value_specs", (part,))[0]
+        return part if hasattr(part, "dtype") else None
+
+    return keras.tree.map_structure(first, spec)
+
+
+def train_function(model, local_sums):
+    """In place of Keras's: clipped sums on each replica, then one update for all of them.
+
+    Args:
+        model: the `DPModel`.
+        local_sums: function of a batch that gives its clipped sums and the logs, on a replica.
+    """
+    strategy = model.distribute_strategy
+    form = []
+
+    def on_replica(data):
+        sums, logs = local_sums(data)
+        form[:] = [tf.nest.map_structure(lambda part: part.shape, sums)]
+        return tf.concat([tf.reshape(part, [-1]) for part in tf.nest.flatten(sums)], 0), logs
+
+    if model.jit_compile and not model.run_eagerly:
+        on_replica = tf.function(on_replica, jit_compile=True, reduce_retracing=True)
+
+    def one_step(iterator):
+        data = next(iterator)
+
+        def sums_of_all(_):  # each replica has asked for itself, from its own copies of variables
+            flat, logs = strategy.run(on_replica, args=(data,))
+            total = strategy.reduce(tf.distribute.ReduceOp.SUM, flat, axis=None)
+            return _unpacked(total, form[0]), _local_mean(strategy, logs)
+
+        with strategy.scope():
+            return step.train_step(model, sums_of_all)
+
+    if not model.run_eagerly:
+        one_step = tf.function(one_step, reduce_retracing=True, autograph=False)
+
+    def function(iterator):
+        for _ in range(model.steps_per_execution):
+            logs = one_step(iterator)
+        return logs
+
+    return function
+
+
+def test_function(model):
+    """In place of Keras's evaluation step."""
+    strategy = model.distribute_strategy
+
+    def one_step(iterator):
+        return _local_mean(strategy, strategy.run(model.test_step, args=(next(iterator),)))
+
+    if not model.run_eagerly:
+        one_step = tf.function(one_step, reduce_retracing=True, autograph=False)
+
+    def function(iterator):
+        logs = one_step(iterator)
+        with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
+            for _ in range(1, model.steps_per_execution):
+                logs = one_step(iterator)
+        return logs
+
+    return function
+
+
+def _unpacked(flat, form):
+    """The sums of each query, from all of them in one vector, which is added up at once."""
+    shapes = [shape for query in form for shape in query]
+    parts = iter(tf.split(flat, [shape.num_elements() for shape in shapes]))
+    return [[tf.reshape(next(parts), shape) for shape in query] for query in form]
+
+
+def _local_mean(strategy, logs):
+    """Logs of the replicas of this process; those of an epoch are over all replicas."""
+    return {
+        name: tf.reduce_mean(tf.stack(strategy.experimental_local_results(value)))
+        for name, value in logs.items()
+    }

@@ -1,0 +1,84 @@
+"""What was spent: `ledger`, and `statement`, which also states what a planned run would spend."""
+
+import dp_keras_opt as dp
+from dp_keras_opt.tables import aligned
+from dp_keras_opt_cli import models, plan, runs
+from dp_keras_opt_cli.results import Result, UsageError
+
+_OF_A_PLAN = ("num_examples", "batch_size", "steps", "epochs", "noise_multiplier")
+
+
+def statement(arguments):
+    """The `Result` of `statement`."""
+    if arguments.file is not None:
+        if any(getattr(arguments, name) is not None for name in _OF_A_PLAN):
+            raise UsageError("Give FILE or a planned run (--num-examples), and not both.")
+        spent = models.spent(arguments.file, arguments.modules)
+    elif arguments.num_examples is None:
+        raise UsageError("Give FILE, or a planned run: --num-examples and so on.")
+    else:
+        runs.need(arguments, "length", "noise_multiplier")
+        sampling, steps, optimizer = plan.planned_run(arguments)
+        spent = dp.accounting.Ledger.of(optimizer, sampling, steps)
+    data, text = _stated(arguments, spent)
+    return Result(data, text)
+
+
+def ledger(arguments):
+    """The `Result` of `ledger`."""
+    spent = models.spent(arguments.file, arguments.modules)
+    data, text = _stated(arguments, spent)
+    segments = [_segment(segment) for segment in _ledger(spent).segments if segment.steps]
+    rows = [
+        [
+            str(segment["steps"]),
+            ", ".join(
+                f"{release['statistic']} sigma={release['multiplier']:.6g} {release['mechanism']}"
+                for release in segment["releases"]
+            ),
+            f"{segment['sampling']['batch_size']} of {segment['sampling']['num_examples']}",
+            segment["sampling"]["kind"],
+            segment["run"][:8],
+        ]
+        for segment in segments
+    ]
+    listed = aligned(["steps", "released at each", "batch", "sampling", "run"], rows)
+    data |= {"file": str(arguments.file), "segments": segments}
+    return Result(data, f"{listed}\n\n{text}" if rows else text)
+
+
+def _ledger(spent):
+    return spent.ledger if isinstance(spent, dp.DPModel) else spent
+
+
+def _stated(arguments, spent):
+    options, found = (arguments.delta, arguments.accountant), _ledger(spent)
+    segments = [segment for segment in found.segments if segment.steps]
+    one = len(dp.accounting.accountant.composable(segments)) < 2
+    data = {  # of steps that do not compose, the statement has a guarantee each
+        "epsilon": found.epsilon(*options) if one else None,
+        "epsilon_as_planned": found.epsilon_as_planned(*options) if one else None,
+        "delta": arguments.delta,
+        "accountant": arguments.accountant,
+        "steps": found.steps,
+        "statement": spent.statement(*options, arguments.group_size),
+    }
+    return data, data["statement"].rstrip("\n")
+
+
+def _segment(segment):
+    return {
+        "run": segment.run,
+        "steps": segment.steps,
+        "first_step": segment.first_step,
+        "clip_norm": segment.clip_norm,
+        "releases": [
+            {
+                "statistic": release.statistic,
+                "multiplier": float(release.multiplier),
+                "mechanism": type(release.mechanism).__name__,
+            }
+            for release in segment.releases
+        ],
+        "sampling": segment.sampling.get_config(),
+    }

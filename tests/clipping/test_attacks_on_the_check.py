@@ -1,0 +1,760 @@
+"""Models that once got past the check before the first step, and their sound relatives."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dp_keras_opt as dp
+from dp_keras_opt.clipping import Batch
+from dp_keras_opt.clipping.self_check import checked_engines
+
+layers, ops = keras.layers, keras.ops
+pytestmark = pytest.mark.filterwarnings("ignore:Arrays given to fit", "ignore:Your input ran out")
+WORDS = ["anna", "bela", "carl", "dora"]
+B = 4
+
+
+def _compiled(model, loss="mse", **kwargs):
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B)
+    model.compile(optimizer, loss, **kwargs)
+    return model
+
+
+def _form(*shape, dtype="float32"):
+    return tf.zeros((B, *shape), dtype)
+
+
+def _check(model, x, y=None, words=None):
+    """Checks a compiled model on data of this form; it must be refused in these words, if any."""
+    batch = Batch(x, _form(1) if y is None else y)
+    if words is None:
+        return checked_engines(model, batch)
+    with pytest.raises(ValueError, match=words):
+        checked_engines(model, batch)
+
+
+# What is fed: words, ids, booleans.
+
+
+def _centred(tensor):
+    return tensor - ops.stop_gradient(ops.mean(tensor, axis=0, keepdims=True))
+
+
+def _ids(dtype):
+    """(an input of ids, the same as numbers below 6)."""
+    inputs = keras.Input((), dtype=dtype)
+    return inputs, layers.StringLookup(vocabulary=WORDS)(inputs) if dtype == "string" else inputs
+
+
+@pytest.mark.parametrize("dtype", ["string", "int32"])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_centring_behind_a_lookup(dtype, mixes):
+    inputs, ids = _ids(dtype)
+    hidden = layers.Embedding(6, 4)(ids)
+    hidden = layers.Lambda(_centred, name="centre")(hidden) if mixes else hidden
+    model = _compiled(dp.DPModel(inputs, layers.Dense(1)(hidden)))
+    _check(model, _form(dtype=dtype), words="'centre'.*mixes" if mixes else None)
+
+
+def _negatives_of_the_batch(y, y_pred):
+    logits = ops.matmul(y_pred, ops.transpose(y_pred))
+    return ops.sparse_categorical_crossentropy(ops.arange(ops.shape(y)[0]), logits, True)
+
+
+def _recommender(recurrent, dtype):
+    inputs = keras.Input((3,), dtype=dtype)
+    ids = layers.StringLookup(vocabulary=WORDS)(inputs) if dtype == "string" else inputs
+    return dp.DPModel(inputs, recurrent(layers.Embedding(6, 4)(ids)))
+
+
+RECURRENT = {
+    "GRU": lambda: layers.GRU(4),
+    "LSTM": lambda: layers.LSTM(4),
+    "GRU with dropout": lambda: layers.GRU(4, dropout=0.5),
+}
+
+
+@pytest.mark.representatives(4)
+@pytest.mark.parametrize("dtype", ["string", "int32"])
+@pytest.mark.parametrize("recurrent", RECURRENT)
+def test_negatives_of_the_batch_behind_recurrent_layers(recurrent, dtype):
+    model = _compiled(_recommender(RECURRENT[recurrent](), dtype), _negatives_of_the_batch)
+    _check(model, _form(3, dtype=dtype), _form(4), "The loss mixes")
+
+
+@pytest.mark.filterwarnings("error:The per-layer engines")
+@pytest.mark.parametrize(
+    "recurrent, dtype", [("GRU", "string"), ("LSTM", "int32"), ("GRU with dropout", "int32")]
+)
+def test_recurrent_layers_without_them(recurrent, dtype):
+    model = _compiled(_recommender(RECURRENT[recurrent](), dtype))
+    _check(model, _form(3, dtype=dtype), _form(4))
+
+
+class _BatchSize(layers.Layer):
+    """Divides by the number of rows: rows change together, and none by another's values."""
+
+    def call(self, inputs):
+        return inputs / ops.cast(ops.shape(inputs)[0], inputs.dtype)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_row_alone_is_compared_behind_recurrent_layers(dropout):
+    inputs = keras.Input((3, 2))
+    hidden = layers.GRU(2, dropout=dropout)(inputs)
+    model = _compiled(dp.DPModel(inputs, layers.Dense(1)(_BatchSize(name="divides")(hidden))))
+    _check(model, _form(3, 2), words="'divides'.*mixes")
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_two_towers(mixes):
+    users, of_users = _ids("string")
+    items, of_items = _ids("string")
+    users_at, items_at = (layers.Embedding(6, 4)(t) for t in (of_users, of_items))
+    scores = layers.Lambda(
+        (lambda t: ops.matmul(t[0], ops.transpose(t[1])))
+        if mixes
+        else (lambda t: ops.sum(t[0] * t[1], axis=-1, keepdims=True))
+    )([users_at, items_at])
+    model = _compiled(dp.DPModel([users, items], scores))
+    x = [_form(dtype="string"), _form(dtype="string")]
+    _check(model, x, words="mixes|cannot be computed" if mixes else None)
+
+
+class _MixesWhere(layers.Layer):
+    """Centres the batch if the condition holds for some row."""
+
+    def __init__(self, condition, **kwargs):
+        super().__init__(**kwargs)
+        self.condition = condition
+
+    def call(self, inputs):
+        raw, hidden = inputs
+        return ops.where(ops.any(self.condition(raw)), _centred(hidden), hidden)
+
+
+SPECIAL = {
+    "ids from 2 on": ("int32", lambda t: t >= 2, layers.Embedding(6, 4)),
+    "the largest id": ("int32", lambda t: t == 36, layers.Embedding(37, 4)),
+    "large bytes": ("uint8", lambda t: t > 200, layers.Embedding(256, 4)),
+    "ids to be hashed": (
+        "int64",
+        lambda t: t > 1000,
+        keras.Sequential([layers.Hashing(7), layers.Embedding(7, 4)]),
+    ),
+    "True": ("bool", lambda t: t, layers.Lambda(lambda t: ops.cast(t, "float32")[:, None])),
+    "words that are known": (
+        "string",
+        lambda t: tf.reduce_any(t[:, None] == WORDS, axis=1),
+        keras.Sequential([layers.StringLookup(vocabulary=WORDS), layers.Embedding(6, 4)]),
+    ),
+    "words that are not": (
+        "string",
+        lambda t: ~tf.reduce_any(t[:, None] == ["", *WORDS], axis=1),
+        keras.Sequential([layers.StringLookup(vocabulary=WORDS), layers.Embedding(6, 4)]),
+    ),
+    "ids that are known": (
+        "int64",
+        lambda t: t == 70_123,
+        keras.Sequential([layers.IntegerLookup(vocabulary=[70_123, 8]), layers.Embedding(4, 4)]),
+    ),
+    "words of a text": (
+        "string",
+        lambda t: tf.strings.regex_full_match(t, ".*anna.* .*"),
+        keras.Sequential(
+            [
+                layers.TextVectorization(vocabulary=WORDS, output_sequence_length=3),
+                layers.Embedding(6, 4),
+                layers.Flatten(),
+            ]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_mixing_for_particular_values(case):
+    dtype, condition, body = SPECIAL[case]
+    inputs = keras.Input((), dtype=dtype)
+    hidden = _MixesWhere(condition, name="special")([inputs, body(inputs)])
+    model = _compiled(dp.DPModel(inputs, layers.Dense(1)(hidden)))
+    _check(model, _form(dtype=dtype), words="'special'.*mixes")
+
+
+def test_words_that_a_model_knows_are_all_that_some_take():
+    """Of several vocabularies each input takes its own, and labels are below the outputs."""
+    inputs = [keras.Input((), dtype=dtype) for dtype in ("string", "int64")]
+    lookups = [
+        layers.StringLookup(vocabulary=WORDS, num_oov_indices=0),
+        layers.IntegerLookup(vocabulary=[70_123, 8], num_oov_indices=0),
+    ]
+    tables = [layers.Embedding(5, 2)(lookup(t)) for lookup, t in zip(lookups, inputs, strict=True)]
+    outputs = layers.Dense(3, "softmax")(layers.Concatenate()(tables))
+    model = _compiled(dp.DPModel(inputs, outputs), "sparse_categorical_crossentropy")
+    x = [_form(dtype="string"), _form(dtype="int64")]
+    _check(model, x, _form(dtype="int32"))
+
+
+def test_a_loss_that_mixes_for_one_class_only():
+    def loss(y, y_pred):
+        own = ops.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        return ops.where(ops.any(ops.equal(y, 5)), own * ops.mean(own), own)
+
+    inputs = keras.Input((3,))
+    model = _compiled(dp.DPModel(inputs, layers.Dense(6)(inputs)), loss)
+    _check(model, _form(3), _form(dtype="int32"), "The loss mixes")
+
+
+# Padding to the longest row of a batch.
+
+LENGTHS = (2, 5, 3, 9, 4, 4, 6, 1)
+
+
+def _padded(of_label=lambda tokens: np.float32([tokens.sum()]), fixed=None):
+    """Batches of token ids below 20, as long as their longest row."""
+
+    def examples():
+        for length in LENGTHS:
+            tokens = np.arange(1, 1 + length)
+            yield tokens, of_label(tokens)
+
+    label = of_label(np.arange(3))
+    shape = (1,) if label.shape == (1,) else (None,)
+    signature = (tf.TensorSpec([None], tf.int64), tf.TensorSpec(shape, label.dtype))
+    data = tf.data.Dataset.from_generator(examples, output_signature=signature)
+    shapes = None if fixed is None else ((fixed,), shape)
+    data = data.padded_batch(B, padded_shapes=shapes, drop_remainder=True)
+    sampling = dp.accounting.Sampling.shuffled(len(LENGTHS), B)
+    return dp.data.assume_sampling(data, sampling)
+
+
+def _text(*stack, masked=False, length=None):
+    tensor = inputs = keras.Input((length,), dtype="int64")
+    tensor = layers.Embedding(20, 4, mask_zero=masked)(tensor)
+    for layer in stack:
+        tensor = layer(tensor)
+    return dp.DPModel(inputs, tensor)
+
+
+def _pooled():
+    return layers.GlobalAveragePooling1D(), layers.Dense(1)
+
+
+class _Positions(layers.Layer):
+    def build(self, shape):
+        self.table = self.add_weight(shape=(10, shape[-1]))
+
+    def call(self, inputs):
+        return inputs + self.table
+
+
+UNMASKED = {
+    "pooling": _pooled,
+    "pooling behind zeros": lambda: (
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1, kernel_initializer="zeros"),
+    ),
+    "convolution": lambda: (layers.Conv1D(4, 3), *_pooled()),
+    "strides": lambda: (layers.Conv1D(4, 3, strides=3), layers.MaxPooling1D(4), *_pooled()),
+    "recurrence": lambda: (layers.LSTM(3), layers.Dense(1)),
+    "dropout": lambda: (layers.Dropout(0.5), *_pooled()),
+}
+
+
+@pytest.mark.parametrize("case", UNMASKED)
+def test_padding_that_is_not_masked_is_refused(case):
+    model = _compiled(_text(*UNMASKED[case]()))
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="sizes of x open.*gets longer.*mask_zero=True"):
+        model.fit(_padded(), verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_padding_that_is_masked_trains():
+    model = _compiled(_text(*_pooled(), masked=True))
+    model.fit(_padded(), verbose=0)
+    assert model.ledger.steps == len(LENGTHS) // B
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recurrence_that_is_masked_is_no_mixing(dropout):
+    model = _compiled(_text(layers.LSTM(3, dropout=dropout), layers.Dense(1), masked=True))
+    _check(model, tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None, 1]))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_rows_of_a_fixed_length_train(eager):
+    model = _compiled(_text(*_pooled()), run_eagerly=eager)
+    model.fit(_padded(fixed=12), verbose=0)
+    assert model.ledger.steps == len(LENGTHS) // B
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_labels_of_positions(masked):
+    data = _padded(lambda tokens: np.int64(tokens % 3))
+    model = _text(layers.Dense(3, "softmax"), masked=masked)
+    _compiled(model, "sparse_categorical_crossentropy")
+    if masked:
+        model.fit(data, verbose=0)
+        assert model.ledger.steps == len(LENGTHS) // B
+    else:
+        with pytest.raises(ValueError, match="sizes of x, y open"):
+            model.fit(data, verbose=0)
+
+
+def test_weights_of_positions_do_not_mask():
+    """The mean is over all positions, as Keras takes it."""
+    inputs = keras.Input((None, 2))
+    model = _compiled(dp.DPModel(inputs, layers.Dense(1)(inputs)))
+    spec = tf.TensorSpec([None, None, 2]), tf.TensorSpec([None, None, 1])
+    batch = Batch(*spec, tf.TensorSpec([None, None]))
+    with pytest.raises(ValueError, match="sizes of x, y, sample_weight open.*not enough"):
+        checked_engines(model, batch)
+
+
+def test_padding_of_targets_alone_is_refused():
+    data = _padded(lambda tokens: np.float32(tokens), fixed=9)
+    with pytest.raises(ValueError, match="sizes of y open.*gets longer"):
+        _compiled(_text(*_pooled())).fit(data, verbose=0)
+
+
+def test_positions_of_a_fixed_number_are_refused_with_what_to_do():
+    model = _compiled(_text(_Positions(), *_pooled(), masked=True))
+    with pytest.raises(ValueError, match=r"one length only.*\(10\).*tf.ensure_shape"):
+        model.fit(_padded(), verbose=0)
+
+
+def test_a_model_that_runs_with_no_length_is_refused_with_the_reason():
+    model = _compiled(_text(layers.Flatten(), layers.Dense(1), length=1_077))
+    with pytest.raises(ValueError, match=r"(?s)none that was tried \(.*tf.ensure_shape"):
+        model.fit(_padded(), verbose=0)
+
+
+def _batches_of_two_lengths():
+    for length in (4, 7):
+        yield np.ones((B, length), np.int64), np.ones((B, 1), np.float32)
+
+
+@pytest.mark.representatives(3)
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_single_steps_with_batches_of_several_lengths(masked, eager):
+    model = _compiled(_text(*_pooled(), masked=masked), run_eagerly=eager)
+    model.sampling = dp.accounting.Sampling.shuffled(8, B)
+    first, second = _batches_of_two_lengths()
+    model.train_on_batch(*first)
+    if masked:
+        model.train_on_batch(*second)
+        assert model.ledger.steps == 2
+    else:
+        with pytest.raises(ValueError, match="gets longer"):
+            model.train_on_batch(*second)
+
+
+def test_generators_of_batches_of_several_lengths():
+    data = dp.data.assume_sampling(_batches_of_two_lengths(), dp.accounting.Sampling.shuffled(8, B))
+    with pytest.raises(ValueError, match="gets longer"):
+        _compiled(_text(*_pooled())).fit(data, verbose=0)
+
+
+# State that takes in the data.
+
+
+class _Average(layers.Layer):
+    """Its moving average starts late."""
+
+    def build(self, shape):
+        options = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.calls = self.add_weight(**options, name="calls")
+        self.average = self.add_weight(**options, name="average")
+
+    def call(self, inputs, training=None):
+        if training:
+            self.calls.assign_add(1.0)
+            late = ops.cast(self.calls > 1000, "float32")
+            self.average.assign(self.average + late * 0.01 * ops.mean(inputs))
+        return inputs
+
+
+class _AverageInPython(layers.Layer):
+    """What no graph of the check shows."""
+
+    def build(self, shape):
+        self.calls = 0
+        self.average = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=None):
+        self.calls += 1
+        if self.calls > 1000:
+            self.average.assign(self.average + 0.01 * ops.mean(inputs))
+        return inputs
+
+
+class _AverageByValue(_AverageInPython):
+    """Which cannot be traced."""
+
+    def call(self, inputs, training=None):
+        return super().call(inputs) + 0 * float(inputs[0, 0].numpy())
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class _AverageInPyFunction(_Average):
+    def call(self, inputs, training=None):
+        def remember(values):
+            self.calls.assign_add(1.0)
+            if self.calls.numpy() > 1000:
+                self.average.assign(ops.mean(values))
+            return values
+
+        return ops.reshape(tf.py_function(remember, [inputs], tf.float32), ops.shape(inputs))
+
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def _dense(*stack, loss="mse", **kwargs):
+    tensor = inputs = keras.Input((3,))
+    for layer in stack:
+        tensor = layer(tensor)
+    return _compiled(dp.DPModel(inputs, layers.Dense(1)(tensor)), loss, **kwargs)
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}])
+def test_a_moving_average_that_starts_late_is_refused(options):
+    model = _dense(_Average(name="late"), **options)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="late/average' is updated from the data"):
+        model.fit(X, Y, verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("layer", [_AverageInPython, _AverageByValue])
+def test_a_moving_average_that_no_graph_shows_is_noticed(layer):
+    model = _dense(layer(name="hidden"), run_eagerly=True)
+    model.fit(X, Y, verbose=0)
+    model.layers[1].calls = 1000
+    with pytest.raises(ValueError, match="hidden/.*was changed by a training step"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_moving_average_in_a_py_function_is_noticed():
+    model = _dense(_AverageInPyFunction(name="hidden"), jit_compile=False)
+    with pytest.raises(ValueError, match="hidden/calls' was changed by a training step"):
+        model.fit(X, Y, verbose=0)
+
+
+def _assigning(change):
+    """A loss that calls `change(variable, table, y)`, and the variable."""
+    prior = tf.Variable([0.5, 0.5], name="prior", trainable=False)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def loss(y, y_pred):
+        change(prior, table, y)
+        return ops.mean(ops.square(y - y_pred), axis=-1)
+
+    return loss
+
+
+def _moving(momentum):
+    def change(prior, table, y):
+        prior.assign(momentum * prior + (1 - momentum) * tf.reduce_mean(y, axis=0))
+
+    return change
+
+
+_PLAIN = _moving(0.999)
+CHANGES = {
+    "momentum 0.9": _moving(0.9),
+    "momentum 0.9999": _moving(0.9999),
+    "cond": lambda v, t, y: tf.cond(v[0] > -1.0, lambda: [_PLAIN(v, t, y), 1][1], lambda: 0),
+    "cond on the data": lambda v, t, y: tf.cond(
+        tf.reduce_any(y > 0), lambda: v.assign_add([1.0, 1.0]), lambda: v.read_value()
+    ),
+    "while_loop": lambda v, t, y: tf.while_loop(
+        lambda i: i < 2, lambda i: [_PLAIN(v, t, y), (i + 1,)][1], (0,)
+    ),
+    "as often as the data says": lambda v, t, y: tf.while_loop(
+        lambda i: i < tf.cast(tf.reduce_max(y), tf.int32),
+        lambda i: [v.assign_add([1.0, 1.0]), (i + 1,)][1],
+        (0,),
+    ),
+    "switch_case": lambda v, t, y: tf.switch_case(
+        tf.cast(y[0, 0] > 0, tf.int32), [lambda: v.assign_add([1.0, 1.0]), v.read_value]
+    ),
+    "tf.function": lambda v, t, y: tf.function(lambda: _PLAIN(v, t, y))(),
+    "map_fn": lambda v, t, y: tf.map_fn(lambda row: v.assign_add([row[0], 1.0]), y),
+    "scatter": lambda v, t, y: v.scatter_nd_update([[0]], y[0, :1]),
+    "slice": lambda v, t, y: v[:1].assign(y[0, :1]),
+    "number of rows": lambda v, t, y: v.assign_add(
+        tf.fill([2], tf.cast(tf.shape(y)[0], tf.float32))
+    ),
+    "table": lambda v, t, y: t.insert(tf.constant([1], tf.int64), tf.reduce_max(y)[None]),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_state_of_a_loss_that_takes_in_the_data_is_refused(case):
+    model = _dense(loss=_assigning(CHANGES[case]))
+    words = "'.*lookup_table" if case == "table" else "Variable 'prior"
+    spec = tf.TensorSpec([None, 1])
+    with pytest.raises(ValueError, match=words + ".*updated from the data"):
+        checked_engines(model, Batch(tf.TensorSpec([None, 3]), spec))
+
+
+def test_state_that_a_gradient_written_by_hand_keeps_is_refused():
+    scale = tf.Variable(1.0, name="scale")
+
+    @tf.custom_gradient
+    def measured(inputs):
+        def backward(upstream):
+            scale.assign(0.99 * scale + 0.01 * tf.reduce_mean(tf.abs(upstream)))
+            return upstream
+
+        return tf.identity(inputs), backward
+
+    model = _dense(layers.Lambda(measured), layers.Dense(3), layers.Lambda(measured))
+    _check(model, _form(3), words="scale.* is updated from the data")
+
+
+def test_what_was_assigned_from_the_data_counts_as_the_data():
+    """One variable takes in the batch, a metric, and another what the first holds."""
+
+    class Chain(layers.Layer):
+        def build(self, shape):
+            self.mean = keras.metrics.Mean()
+            self.copy = self.add_weight(shape=(), name="copy", trainable=False)
+
+        def call(self, inputs):
+            self.copy.assign(self.mean.total * 2.0)
+            self.mean.update_state(inputs)
+            return inputs
+
+    _check(_dense(Chain()), _form(3), words="copy' is updated from the data")
+
+
+# State that does not.
+
+
+class _Annealed(layers.Layer):
+    """A penalty in the output, whose weight grows with the number of steps."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=None):
+        if training:
+            self.steps.assign_add(1.0)
+        return inputs * ops.minimum(1.0, self.steps / 10.0)
+
+
+class _Measured(layers.Layer):
+    def build(self, shape):
+        self.mean = keras.metrics.Mean()
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs
+
+
+@pytest.mark.representatives(4)
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: layers.SpectralNormalization(layers.Dense(3)), _Annealed, _Measured],
+    ids=["spectral normalization", "annealed", "metric"],
+)
+def test_state_that_depends_on_weights_and_steps_trains(layer, eager):
+    model = _dense(layer(), layers.Dropout(0.1), run_eagerly=eager)
+    before = [np.copy(v) for v in model.variables]
+    checked_engines(model, Batch(tf.constant(X), tf.constant(Y)))
+    for old, variable in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(old, variable)
+    model.fit(X, Y, batch_size=B, verbose=0)
+    assert model.ledger.steps == 2
+    if isinstance(model.layers[1], _Annealed):
+        assert float(model.layers[1].steps) == 2
+
+
+def test_a_counter_of_a_loss_is_left_as_it_was():
+    steps = tf.Variable(0.0)
+
+    def loss(y, y_pred):
+        steps.assign_add(1.0)
+        return ops.mean(ops.square(y - y_pred), axis=-1) * (1.0 + 1.0 / steps)
+
+    model = _dense(loss=loss)
+    model.fit(X, Y, batch_size=B, verbose=0)
+    assert steps == 2.0
+
+
+def test_a_frozen_normalization_trains_eagerly():
+    model = _dense(layers.BatchNormalization(trainable=False), run_eagerly=True)
+    model.fit(X, Y, batch_size=B, verbose=0)
+    assert model.ledger.steps == 2
+
+
+# Floats that stand for labels, ids or missing values; other weights; other random numbers.
+
+
+def _linear(*stack, units=1, shape=(4,), **options):
+    tensor = inputs = keras.Input(shape)
+    for layer in stack:
+        tensor = layer(tensor)
+    return dp.DPModel(inputs, layers.Dense(units, **options)(tensor))
+
+
+def _ranking(y, p):
+    """Pairs of one query, whose id is a float: another row's score is in the loss."""
+    same, better = y[:, :1] == y[None, :, 0], y[:, 1:] > y[None, :, 1]
+    pair = tf.cast(same & better, p.dtype)
+    return tf.reduce_sum(pair * tf.nn.softplus(tf.transpose(p) - p), axis=1)
+
+
+def _balanced(y, p):
+    positive = tf.cast(y == 1.0, p.dtype)
+    weight = tf.where(y == 1.0, 1.0, tf.reduce_mean(positive))
+    return tf.reduce_mean(weight * tf.square(y - p), axis=-1)
+
+
+def _imputed(missing):
+    def impute(t):
+        there = ops.where(missing(t), 0.0, t)
+        number = ops.sum(ops.cast(ops.logical_not(missing(t)), t.dtype), axis=0)
+        return ops.where(missing(t), ops.sum(there, axis=0) / ops.maximum(number, 1.0), t)
+
+    return layers.Lambda(impute)
+
+
+def _decorrelated(y, p):
+    c = p - tf.reduce_mean(p, axis=0)
+    covariance = tf.matmul(c, c, transpose_a=True)
+    penalty = tf.reduce_sum(tf.square(tf.linalg.set_diag(covariance, tf.zeros(3))))
+    return tf.reduce_mean(tf.square(y - p), axis=-1) + penalty
+
+
+def _annealed():
+    beta = tf.Variable(0.0)
+
+    def loss(y, p):
+        return tf.reduce_mean(tf.square(y - p), axis=-1) + beta * tf.reduce_mean(tf.square(p))
+
+    loss.beta = beta  # kept
+    return loss
+
+
+FLOATS = {
+    "ranking by a float id": lambda: (_linear(), _ranking, (2,)),
+    "balanced by float labels": lambda: (_linear(), _balanced, (1,)),
+    "NaN by the mean": lambda: (_linear(_imputed(ops.isnan)), "mse", (1,)),
+    "0 by the mean": lambda: (_linear(_imputed(lambda t: t == 0.0)), "mse", (1,)),
+    "a head of zeros": lambda: (_linear(units=3, kernel_initializer="zeros"), _decorrelated, (3,)),
+    "a penalty that begins at 0": lambda: (_linear(), _annealed(), (1,)),
+}
+
+
+@pytest.mark.parametrize("case", FLOATS)
+def test_mixing_by_floats_or_at_later_weights_is_refused(case):
+    """Each moved the sum by 7 to 22 C."""
+    model, loss, of_y = FLOATS[case]()
+    start = model.get_weights()
+    _check(_compiled(model, loss), _form(4), _form(*of_y), words="mixes")
+    assert all(map(np.array_equal, start, model.get_weights()))
+
+
+class _SumOfUnits(layers.Layer):
+    """Deep sets: padding gives 0 only as long as the bias is 0."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(8, activation="relu")
+
+    def call(self, inputs):
+        return ops.sum(self.dense(inputs), axis=1)
+
+
+@pytest.mark.parametrize("layer", [_SumOfUnits, layers.GlobalMaxPooling1D])
+def test_padding_that_shows_later_or_in_negative_numbers_is_refused(layer):
+    model = _compiled(_linear(layer(), shape=(None, 4)))
+    open_size = tf.TensorSpec((None, None, 4))
+    _check(model, open_size, tf.TensorSpec((None, 1)), words="gets longer")
+
+
+class _MixesSometimes(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, inputs, training=None):
+        if not training:
+            return inputs
+        mixed = inputs + ops.mean(inputs, axis=0, keepdims=True)
+        return ops.where(keras.random.uniform((), seed=self.seeds) < 0.3, mixed, inputs)
+
+
+def test_mixing_that_a_coin_decides_is_refused():
+    """All draws of the check had the same random numbers: 10 of 15 such models were accepted."""
+    for _seed in range(5):
+        _check(_compiled(_linear(_MixesSometimes())), _form(4), words="mixes")
+
+
+# Metrics that are read back; layers that draw in inference, too; what TensorFlow hides.
+
+
+class _AgainstTheMean(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean()
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs - self.mean.result()
+
+
+def test_a_metric_that_is_read_back_is_refused():
+    """It held what earlier batches were: 17 C."""
+    _check(_compiled(_linear(_AgainstTheMean())), _form(4), words="value of a metric")
+
+
+def test_a_metric_of_compile_that_the_loss_reads_is_refused():
+    metric = keras.metrics.MeanAbsoluteError()
+
+    def loss(y, p):
+        return tf.reduce_mean(tf.square(y - p), axis=-1) / (1 + metric.result())
+
+    model = _compiled(_linear(), loss, metrics=[metric])
+    _check(model, _form(4), words="value of a metric")
+
+
+class _Sampling(layers.Layer):
+    """Of a variational autoencoder: random in inference, too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, inputs):
+        noise = keras.random.normal(ops.shape(inputs), seed=self.seed_generator)
+        return inputs + 0.1 * noise
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_layers_that_are_random_in_inference(mixes):
+    stack = [_Sampling(), layers.Lambda(_centred)] if mixes else [_Sampling()]
+    _check(_compiled(_linear(*stack)), _form(4), words="mixes" if mixes else None)
+
+
+def test_ctc_trains():
+    inputs = keras.Input((6, 3))
+    model = _compiled(dp.DPModel(inputs, layers.Dense(5)(inputs)), keras.losses.CTC())
+    _check(model, _form(6, 3), _form(2, dtype="int32"))
+
+
+def test_float_ids_of_an_embedding():
+    inputs = keras.Input((2,))
+    hidden = layers.Flatten()(layers.Embedding(30, 3)(inputs))
+    _check(_compiled(dp.DPModel(inputs, layers.Dense(1)(hidden))), _form(2))

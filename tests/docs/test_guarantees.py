@@ -1,0 +1,63 @@
+"""The figures of docs/reference/guarantees.md that can be checked here."""
+
+import ast
+import io
+import pathlib
+import re
+import tokenize
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reference" / "guarantees.md").read_text(encoding="utf-8")
+BASELINE = 1691  #: lines of the trusted files at version 0.1.0
+_NO_CODE = (
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)  # fmt: skip
+
+
+def lines_of_code(path):
+    """Lines of a module without comments, docstrings and empty ones."""
+    source = path.read_text(encoding="utf-8")
+    strings = [
+        node.body[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and ast.get_docstring(node) is not None
+    ]
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for string in strings:
+        lines.difference_update(range(string.lineno, string.end_lineno + 1))
+    return len(lines)
+
+
+def rooms():
+    """[(names of the trusted files of a room, their lines as stated)], as the page has them."""
+    found = []
+    for row in re.findall(r"^\| (?:clipping|noise|ledger): (.*) \| (\d+) \|$", PAGE, re.M):
+        names = re.findall(r"`([\w/]+\.py)`", row[0])
+        folder = names[0].split("/")[0]
+        found.append(([f"{folder}/{name.split('/')[-1]}" for name in names], int(row[1])))
+    return found
+
+
+def test_the_code_to_read_is_as_long_as_the_page_says():
+    assert len(rooms()) == 3
+    for names, stated in rooms():
+        assert sum(lines_of_code(ROOT / "dp_keras_opt" / name) for name in names) == stated, names
+    assert f"is {sum(stated for _, stated in rooms()):,} lines" in PAGE
+
+
+def test_the_code_to_read_stays_short():
+    """Whoever adds a capability may add 150 lines to what must be trusted, and not more."""
+    assert 0 < sum(stated for _, stated in rooms()) <= BASELINE + 150
+
+
+def test_the_threat_model_names_the_same_files():
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    section = text.split("## Trusted code\n")[1].split("\n## ")[0]
+    table = "".join(line for line in section.splitlines() if line.startswith("|"))
+    named = re.findall(r"`([\w/]+\.py)`", table)
+    assert sorted(named) == sorted(name for names, _ in rooms() for name in names)

@@ -1,0 +1,440 @@
+"""What test_replicas.py runs in processes of its own, each program with its own checks.
+
+Devices must be split, and clusters named, before TensorFlow starts:
+    python -m tests.training.replica_programs mirrored 3
+    TF_CONFIG=... python -m tests.training.replica_programs worker <folder> <run>
+"""
+
+import os
+import pathlib
+import sys
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dp_keras_opt as dp
+from dp_keras_opt.workers import gathered
+from tests.helpers.datasets import numpy_elements
+from tests.helpers.normals import assert_exactly
+
+SIGMA, CLIP, BATCH, DIM = 1.5, 0.4, 8, 20
+STD = SIGMA * CLIP / BATCH
+rng = np.random.default_rng(0)
+X = rng.normal(size=(60, DIM)).astype("float32")
+Y = rng.normal(size=(60, 1)).astype("float32")
+
+
+class Weights(keras.callbacks.Callback):
+    """Keeps the weights after each step, and has a worker die after so many."""
+
+    def __init__(self, die_after=None):
+        super().__init__()
+        self.die_after = die_after
+
+    def on_train_begin(self, logs=None):
+        self.seen = [self.model.get_weights()]
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.model.get_weights())
+        if len(self.seen) == self.die_after:
+            os._exit(9)
+
+    @property
+    def steps(self):
+        """What each step took away from the weights, in one vector."""
+        flat = [np.concatenate([w.ravel() for w in weights]) for weights in self.seen]
+        return -np.diff(flat, axis=0).ravel()
+
+
+def make(optimizer, units=1, **compiled):
+    inputs = keras.Input((DIM,))
+    dense = keras.layers.Dense(units, kernel_regularizer=compiled.pop("regularizer", None))
+    model = dp.DPModel(inputs, dense(inputs))
+    model.set_weights([np.full(w.shape, 0.1, "float32") for w in model.get_weights()])
+    compiled = {"loss": "mse", "metrics": ["mae"], "jit_compile": False} | compiled
+    model.compile(optimizer(), **compiled)
+    return model
+
+
+def optimizer(kind=dp.optimizers.DPSGD, rate=1.0, **arguments):
+    private = {"clip_norm": CLIP, "batch_size": BATCH, "noise_multiplier": SIGMA}
+    return lambda: kind(rate, **(private | arguments))
+
+
+def unweighted(steps, batch_size=BATCH):
+    """Batches in which nothing has weight: what a step does is its noise."""
+    targets = np.zeros((60, DIM), "float32")
+    return dp.data.poisson_batches((X, targets, np.zeros(60)), batch_size, steps)
+
+
+def of_sizes(*sizes):
+    """Batches of so many examples, said to be Poisson draws."""
+
+    def draws():
+        for size in sizes:
+            rows = np.arange(size + 1)  # the last one is padding
+            yield X[rows], Y[rows], (rows < size).astype("float32")
+
+    signature = tuple(tf.TensorSpec((None, *shape)) for shape in ((DIM,), (1,), ()))
+    dataset = tf.data.Dataset.from_generator(draws, output_signature=signature)
+    dataset = dataset.map(lambda x, y, mask: (x, y, dp.data.RowInfo(mask)))
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(sizes)))
+    return dp.data.assume_sampling(dataset, dp.accounting.Sampling.poisson(60, 2))
+
+
+def assert_same_on_all(strategy, model):
+    for variable in (*model.variables, *model.optimizer.variables):
+        first, *others = strategy.experimental_local_results(variable.value)
+        for other in others:
+            np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=variable.path)
+
+
+def mirrored(count):
+    devices = [tf.config.LogicalDeviceConfiguration()] * count
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
+    for check in MIRRORED[count]:
+        keras.backend.clear_session()
+        check(strategy)
+        print("ok", check.__name__, flush=True)
+
+
+def noise_has_its_scale(strategy):
+    with strategy.scope():
+        model = make(optimizer(), units=DIM)
+    weights = Weights()
+    model.fit(unweighted(4), verbose=0, callbacks=[weights, dp.callbacks.OptimizerReport()])
+    assert_exactly(weights.steps, STD)
+    assert model.ledger.steps == int(model.optimizer.iterations.numpy()) == 4
+    assert_same_on_all(strategy, model)
+
+
+def steps_are_those_of_one_device(strategy):
+    """Batches of fewer rows than replicas, of none, of several blocks; regularised; filtered."""
+    arguments = {
+        "noise_multiplier": 0.0, "second_moment": "scale_then_privatize", "weight_decay": 0.01,
+        "gradient_filter": "first_order_v1", "use_ema": True, "ema_overwrite_frequency": 3,
+    }  # fmt: skip
+    rule = optimizer(dp.optimizers.DPAdam, 0.1, **arguments, batch_size=2)
+    histories, weights = [], []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            model = make(rule, regularizer="l2", physical_batch_size=1)
+        batches = of_sizes(1, 0, 9, 2, 3)
+        histories.append(model.fit(batches, epochs=2, verbose=0, validation_data=(X, Y)).history)
+        weights.append(model.get_weights())
+        assert model.ledger.steps == 10
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for name, values in histories[0].items():  # also of the training data, over all replicas
+        np.testing.assert_allclose(values, histories[1][name], rtol=1e-4, err_msg=name)
+
+
+def public_rows_are_averaged_once(strategy):
+    rule = optimizer(dp.optimizers.PDADPMD, 0.1, noise_multiplier=0.0, steps=10)
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            model = make(rule)
+        batches = dp.data.poisson_batches((X, Y), BATCH, 3, seed=3)
+        model.fit(dp.data.with_public(batches, (X[:7], Y[:7])), verbose=0)
+        weights.append(model.get_weights())
+    np.testing.assert_allclose(*(w[0] for w in weights), rtol=1e-5, atol=1e-6)
+
+
+def users_are_clipped_whole(strategy):
+    """All examples of 12 users, 2 to 18 each, beside public rows: the users' rows stay together."""
+    users = np.arange(60) ** 2 // 300
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            rule = {"noise_multiplier": 0.0, "clip_norm": 0.05, "batch_size": 12, "steps": 10}
+            model = make(optimizer(dp.optimizers.PDADPMD, 0.1, **rule), physical_batch_size=20)
+            batches = dp.data.poisson_users((X, Y), users, 12, 3, examples_per_user=18)
+        model.fit(dp.data.with_public(batches, (X[:7], Y[:7])), verbose=0)
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
+
+
+def rows_without_a_mask_are_padded(strategy):
+    """Four rows for three replicas: two are padding, which must count in nothing."""
+    rule = optimizer(noise_multiplier=0.0, clip_norm=1e-3, batch_size=4)
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            model = make(rule)
+        dataset = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4, drop_remainder=True)
+        sampling = dp.accounting.Sampling.shuffled(8, 4)
+        model.fit(dp.data.assume_sampling(dataset, sampling), verbose=0)
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_allclose(*weights, rtol=1e-6, atol=1e-7)
+
+
+def every_rule_keeps_replicas_equal(strategy):
+    bands = dp.noise.BandedMatrix(steps=12, bands=3)
+    for rule in (
+        optimizer(dp.optimizers.DP2RMSprop, 0.1, adaptive_clip_norm=1.0, delay=1),
+        optimizer(dp.optimizers.DPNesterov, 0.1),
+        optimizer(dp.optimizers.DPGaLore, 0.1, rank=1, gradient_filter=dp.filters.OptimalFIR(3)),
+        optimizer(dp.optimizers.DPOptimizer, "nadam", noise=bands),
+    ):
+        with strategy.scope():
+            model = make(rule, units=2, loss="mse")
+        data = (X, np.repeat(Y, 2, 1))
+        if model.optimizer.noise.is_correlated:
+            batches = dp.data.fixed_order_epochs(data, BATCH)
+        else:
+            batches = dp.data.poisson_batches(data, BATCH, 4)
+        before = model.get_weights()
+        model.fit(batches, verbose=0)
+        assert_same_on_all(strategy, model)
+        assert not np.array_equal(model.get_weights()[0], before[0])
+        config = model.optimizer.get_config()  # of a wrapped one: as it was given
+        assert type(model.optimizer).from_config(config).get_config() == config
+
+
+def correlated_noise_has_its_scale(strategy):
+    """All steps of a run, C·(noise of the steps)/std, are independent again."""
+    bands = dp.noise.BandedMatrix(steps=8, bands=3)
+    with strategy.scope():
+        model = make(optimizer(noise=bands), units=DIM)
+    weights = Weights()
+    targets = np.zeros((60, DIM), "float32")
+    batches = dp.data.fixed_order_epochs((X, targets, np.zeros(60)), BATCH)
+    model.fit(batches, verbose=0, callbacks=[weights])
+    noise = weights.steps.reshape(len(batches), -1)
+    assert_exactly(correlation_matrix(bands, len(noise)) @ noise, STD)
+
+
+def correlation_matrix(bands, steps):
+    """C of a banded Toeplitz matrix, (steps, steps)."""
+    matrix = np.zeros((steps, steps))
+    for lag, coefficient in enumerate(bands.coefficients):
+        matrix += coefficient * np.eye(steps, k=-lag)
+    return matrix
+
+
+def what_cannot_be_is_refused(strategy):
+    def refused(words, call):
+        try:
+            call()
+        except ValueError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"not refused: {words}")
+
+    outside = optimizer()()
+    with strategy.scope():
+        model = make(optimizer())
+        refused("Make both within", lambda: make(lambda: outside))
+        refused("Leave jit_compile out", lambda: make(optimizer(), jit_compile=True))
+    refused("Several replicas need Batches", lambda: model.fit(X, Y, shuffle=False, verbose=0))
+    refused("same batch to every replica", lambda: model.train_on_batch(X, Y))
+    assert model.ledger.steps == 0
+
+
+def arrays_are_balls_in_bins(strategy):
+    """Without noise, an epoch at weights that hardly move has each example's gradient once."""
+    rate, weights = 1e-4, Weights()
+    with strategy.scope():
+        model = make(optimizer(rate=rate, noise_multiplier=0.0))
+    history = model.fit(X, Y, epochs=2, verbose=0, callbacks=[weights])
+    sampling = dp.accounting.Sampling.balls_in_bins(len(X), BATCH, "zero_out")
+    assert model.sampling == sampling and sampling.steps_per_epoch == history.params["steps"] == 8
+    inputs = np.hstack([X, np.ones((60, 1))])
+    gradients = 2 * (0.1 * inputs.sum(axis=1, keepdims=True) - Y) * inputs
+    norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+    whole = np.sum(gradients * np.minimum(1, CLIP / norms), axis=0)
+    for epoch in weights.steps.reshape(2, 8, DIM + 1).sum(axis=1):
+        np.testing.assert_allclose(epoch, rate / BATCH * whole, rtol=0.02, atol=1e-6)
+    assert_same_on_all(strategy, model)
+
+
+class Average(keras.layers.Layer):
+    def build(self, shape):
+        self.average = self.add_weight(shape=(), name="average", trainable=False)
+
+    def call(self, inputs):
+        self.average.assign(0.9999 * self.average + 1e-4 * keras.ops.mean(inputs))
+        return inputs
+
+
+def passes_of_unknown_length_are_refused(strategy):
+    """The data are repeated, so that the end of a pass would not be seen: two batches for three."""
+
+    def two():
+        yield from ((X[i : i + BATCH], Y[i : i + BATCH]) for i in (0, BATCH))
+
+    signature = tf.TensorSpec((BATCH, DIM)), tf.TensorSpec((BATCH, 1))
+    data = tf.data.Dataset.from_generator(two, output_signature=signature)
+    with strategy.scope():
+        model = make(optimizer())
+    for kind in ("shuffled", "fixed_order"):
+        sampling = getattr(dp.accounting.Sampling, kind)(3 * BATCH, BATCH)
+        try:
+            model.fit(dp.data.assume_sampling(data, sampling), steps_per_epoch=3, verbose=0)
+        except ValueError as error:
+            assert "assert_cardinality" in str(error)
+        else:
+            raise AssertionError("not refused")
+    known = data.apply(tf.data.experimental.assert_cardinality(2))
+    sampling = dp.accounting.Sampling.shuffled(2 * BATCH, BATCH)
+    model.fit(dp.data.assume_sampling(known, sampling), steps_per_epoch=2, epochs=2, verbose=0)
+    assert model.ledger.steps == 4
+
+
+def models_are_checked(strategy):
+    """Padding to the longest row, and state that takes in the data; or that does not."""
+    rows = [(X[: 1 + i % 3], Y[i]) for i in range(2 * BATCH)]
+    signature = tf.TensorSpec([None, DIM]), tf.TensorSpec([1])
+    texts = tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
+    texts = texts.padded_batch(BATCH, drop_remainder=True)
+    texts = texts.apply(tf.data.experimental.assert_cardinality(2))
+    padded = dp.data.assume_sampling(texts, dp.accounting.Sampling.shuffled(2 * BATCH, BATCH))
+    normalized = keras.layers.SpectralNormalization
+    for data, shape, layer, words in (
+        (padded, (None, DIM), keras.layers.GlobalAveragePooling1D, "sizes of x open"),
+        (None, (DIM,), Average, "average' is updated from the data"),
+        (None, (DIM,), lambda: normalized(keras.layers.Dense(2)), None),
+    ):
+        with strategy.scope():
+            inputs = keras.Input(shape)
+            model = dp.DPModel(inputs, keras.layers.Dense(1)(layer()(inputs)))
+            model.compile(optimizer()(), "mse", jit_compile=False)
+        data = data or dp.data.poisson_batches((X, Y), BATCH, 2)
+        try:
+            model.fit(data, steps_per_epoch=2, verbose=0)
+        except ValueError as error:
+            assert words and words in str(error), error
+        else:
+            assert words is None, f"not refused: {words}"
+            assert_same_on_all(strategy, model)
+
+
+MIRRORED = {
+    2: [
+        noise_has_its_scale,
+        every_rule_keeps_replicas_equal,
+        what_cannot_be_is_refused,
+        models_are_checked,
+        passes_of_unknown_length_are_refused,
+        arrays_are_balls_in_bins,
+    ],
+    3: [
+        steps_are_those_of_one_device,
+        public_rows_are_averaged_once,
+        users_are_clipped_whole,
+        rows_without_a_mask_are_padded,
+    ],
+    4: [correlated_noise_has_its_scale],
+}
+
+
+def worker(folder, run):
+    """One of two workers. In the run "killed", the second one dies after three steps."""
+    folder = pathlib.Path(folder)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    task = strategy.cluster_resolver.task_id
+    with strategy.scope():
+        model = make(optimizer(), units=DIM)
+        batches = unweighted(4, batch_size=BATCH)
+    weights = Weights(die_after=3 if (run, task) == ("killed", 1) else None)
+    if task == 0:
+        model.ledger = dp.accounting.Ledger(folder / f"{run}.jsonl")
+    try:
+        history = model.fit(batches, epochs=1 if run == "whole" else 10**6, verbose=0,
+                            callbacks=[weights], validation_data=(X, X)).history  # fmt: skip
+    except RuntimeError as error:
+        assert type(error).__name__ == "WorkerLostError", error
+        np.save(folder / f"{run}{task}.npy", weights.steps[: 2 * (DIM + 1) * DIM])
+        print("refused to go on:", error, flush=True)
+        os._exit(3)  # nothing is left to shut down properly with
+    assert_exactly(weights.steps, STD)
+    assert model.ledger.steps == 4
+    assert set(history) == {"loss", "mae", "val_loss", "val_mae"}
+    np.save(folder / f"{run}{task}.npy", weights.steps)
+    if task == 0:
+        model.save(folder / "model.keras")
+    check_budget(strategy)
+    check_data(strategy, task)
+    check_steps(strategy)
+    check_arrays(strategy)
+    print("ok", flush=True)
+
+
+def check_budget(strategy):
+    """All workers stop at the same step, also where a ledger file of the first one has a past."""
+    with strategy.scope():
+        model = make(optimizer(), units=DIM)
+        batches = unweighted(8)
+    if strategy.cluster_resolver.task_id == 0:
+        past = dp.accounting.Ledger()
+        past.begin(model.optimizer.releases, batches.sampling, clip_norm=CLIP)
+        past.reserve(3)
+        model.ledger = past
+    whole = dp.accounting.epsilon(model.optimizer, batches.sampling, steps=8, delta=1e-3)
+    model.fit(batches, verbose=0, callbacks=[dp.callbacks.PrivacyBudget(whole, 1e-3)])
+    assert (model.ledger.steps, int(model.optimizer.iterations.numpy())) == (8, 5)
+
+
+def check_data(strategy, task):
+    """No example comes to two workers, and in an epoch each comes to one."""
+    ids = (np.arange(60, dtype="int64"), np.arange(60, dtype="int64"))
+    with strategy.scope():
+        poisson = dp.data.poisson_batches(ids, 30, 40)
+        users = dp.data.poisson_users(ids, np.arange(60) // 4, 15, 1, examples_per_user=4)
+        ordered = dp.data.fixed_order_epochs(ids, 7)
+        in_bins = dp.data.balls_in_bins(ids, 7)
+        try:
+            dp.data.poisson_batches((X + task, Y), 8)
+        except ValueError as error:
+            assert "different data" in str(error)
+        else:
+            raise AssertionError("Different data were not noticed.")
+
+    def drawn(batches):
+        return np.concatenate(
+            [x[rows.mask.ravel() > 0] for x, _, rows in numpy_elements(batches.dataset)]
+        )
+
+    parts = (poisson, ordered, users, in_bins)
+    counts = np.stack([np.bincount(drawn(each), minlength=60) for each in parts])
+    workers = gathered(counts.astype(np.uint8).tobytes(), strategy)
+    counts = np.stack([np.frombuffer(each, np.uint8).reshape(4, 60) for each in workers])
+    np.testing.assert_array_equal(np.sum(counts > 0, axis=0), 1)  # missing one: 5 in 10^11
+    np.testing.assert_array_equal(np.sum(counts[:, 1:], axis=0), 1)
+    assert (np.ptp(counts[:, 2].reshape(2, 15, 4), axis=2) == 0).all()  # a user is at one worker
+    assert abs(int(counts[:, 0].sum()) - 1200) < 6.2 * (60 * 40 / 4) ** 0.5  # binomial; 6 in 10^10
+
+
+def check_arrays(strategy):
+    """Each worker assigns its own examples, and an epoch has as many steps at all of them."""
+    with strategy.scope():
+        model = make(optimizer())
+    model.fit(X, Y, epochs=2, verbose=0)
+    assert model.sampling == dp.accounting.Sampling.balls_in_bins(len(X), BATCH, "zero_out")
+    assert model.ledger.steps == 2 * model.sampling.steps_per_epoch
+
+
+def check_steps(strategy):
+    """An epoch without noise gives the weights that one device gives."""
+    rule = optimizer(dp.optimizers.DPAdam, 0.1, noise_multiplier=0.0)
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            model = make(rule)
+            batches = dp.data.fixed_order_epochs((X, Y), BATCH, order_seed=7)
+        model.fit(batches, epochs=2, verbose=0)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    program, *arguments = sys.argv[1:]
+    if program == "mirrored":
+        mirrored(int(arguments[0]))
+    else:
+        worker(*arguments)

@@ -1,0 +1,257 @@
+"""Ways to train that once spent more than the ledger said, or whose noise was not as accounted."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from scipy import stats
+
+import dp_keras_opt as dp
+from dp_keras_opt.noise.gaussian import NORMAL
+from dp_keras_opt.noise.source import NoiseSource
+
+N, B, DELTA = 24, 8, 1e-3
+X = np.random.default_rng(1).normal(size=(N, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def _model(noise="gaussian", **kwargs):
+    inputs = keras.Input((3,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+    optimizer = dp.optimizers.DPSGD(
+        0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B, noise=noise
+    )
+    model.compile(optimizer, "mse", **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: tf.function(step)])
+def test_a_step_past_the_ledger_is_refused(wrap):
+    model = _model()
+    model.fit(X, Y, verbose=0)  # what it traced must not open the way
+    spent, before = model.ledger.epsilon(DELTA), model.get_weights()
+    with pytest.raises(RuntimeError, match="train_on_batch"):
+        wrap(model.train_step)((tf.constant(X[:B]), tf.constant(Y[:B])))
+    assert model.ledger.epsilon(DELTA) == spent
+    assert np.array_equal(model.get_weights()[0], before[0])
+
+
+def test_the_tail_of_normal_noise_goes_beyond_that_of_tensorflow():
+    """Which ends at 5.68: a probability of 1e-7, hundreds of times in the training of a model."""
+
+    def pair(radius, angle):
+        source = NoiseSource()
+        source.words = lambda *shape: tf.constant([[radius], [angle]], tf.int64)
+        return source.draw(NORMAL, (2,)).numpy()
+
+    for angle, expected in ((0, (-1, 0)), (1, (1, 0)), (2, (0, -1)), (3, (0, 1))):
+        largest = pair(-1, angle)
+        np.testing.assert_allclose(largest, 9.493 * np.array(expected), rtol=1e-3, atol=1e-3)
+    assert np.abs(pair(0, 0)).max() < 1e-3  # the smallest
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (0,)])
+def test_normal_noise_of_any_shape(shape):
+    assert tuple(NoiseSource().draw(NORMAL, shape).shape) == shape
+
+
+def test_the_two_of_a_pair_are_independent():
+    """5 standard errors: a false alarm in 1 of 800,000 draws of these four figures."""
+    draws = NoiseSource().draw(NORMAL, (1_000_000,)).numpy().astype(np.float64)
+    a, b = draws[:500_000], draws[500_000:]
+    for x, y in ((a, b), (a**2, b**2), (np.abs(a), b), (a, b**2)):
+        assert abs(np.corrcoef(x, y)[0, 1]) < 5 / np.sqrt(500_000)
+
+
+def test_normal_noise_is_normal():
+    draws = NoiseSource().draw(NORMAL, (1_000_000,)).numpy().astype(np.float64)
+    for moment, expected in ((1, 0), (2, 1), (4, 3), (6, 15)):
+        assert abs(np.mean(draws**moment) - expected) < 0.01 * 3**moment
+    assert stats.kstest(draws[:100_000], "norm").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "fixed_order"])
+def test_passes_shorter_than_the_stated_epochs_are_refused(kind):
+    data = tf.data.Dataset.from_tensor_slices((X[:23], Y[:23])).batch(B, drop_remainder=True)
+    state = getattr(dp.accounting.Sampling, kind)
+    with pytest.raises(ValueError, match="drop_remainder"):
+        _model().fit(dp.data.assume_sampling(data, state(23, B)), epochs=9, verbose=0)
+    model = _model()
+    truth = state(23, B, drop_remainder=True)
+    model.fit(dp.data.assume_sampling(data.repeat(2), truth), epochs=2, verbose=0)
+    assert model.ledger.steps == 8
+
+
+class StopsAtOnce(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = True
+
+
+def test_single_steps_after_a_broken_off_epoch_are_a_run_of_their_own():
+    model = _model(noise=dp.noise.SquareRootFactorization(9, 9))
+    data = dp.data.fixed_order_epochs((X, Y), B)
+    model.fit(data, verbose=0, callbacks=[StopsAtOnce()])
+    for _ in range(2):  # in one run, two steps of an example would be one step apart
+        for batch in data:
+            model.train_on_batch(*batch)
+    assert [segment.steps for segment in model.ledger.segments] == [1, 6]
+
+
+def test_a_budget_where_data_end_early_with_correlated_noise():
+    model = _model(noise=dp.noise.SquareRootFactorization(9, 9), steps_per_execution=2)
+    data = dp.data.fixed_order_epochs((X, Y), B)
+    ended = data.dataset.take(1).filter(lambda x, y, rows: True)  # of unknown length
+    early = dp.data.assume_sampling(ended, data.sampling)
+    budget = dp.callbacks.PrivacyBudget(epsilon=1e6, delta=DELTA)
+    model.fit(early, epochs=2, verbose=0, callbacks=[budget])
+    assert [segment.steps for segment in model.ledger.segments if segment.steps] == [1, 1]
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3])
+def test_joint_moments_of_batches_beyond_their_bound_are_refused(largest):
+    # Of N = 1, two means of norm C/B and C/B apart have squares √1.5·(C/B)² apart, not (C/B)².
+    moments = dp.optimizers.moments.Joint(1.0, max_batch_size=largest, adjacency="replace_one")
+    optimizer = dp.optimizers.DPAdam(
+        clip_norm=1.0, noise_multiplier=1.0, batch_size=B, second_moment=moments
+    )
+    with pytest.raises(ValueError, match="at least 4"):
+        optimizer.check_sampling(dp.accounting.Sampling.shuffled(N, B))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_matrix_comes_back_from_its_configuration_to_the_last_bit(seed):
+    rng = np.random.default_rng(seed)
+    mechanism = dp.noise.from_matrix(np.tril(rng.uniform(0.1, 1, (20, 20))))
+    assert type(mechanism).from_config(mechanism.get_config()) == mechanism
+
+
+class CountsCalls(keras.layers.Layer):
+    """A counter that is saved, as an annealed weight of a loss has."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        return inputs
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+def test_seeds_and_counters_do_not_tell_how_large_batches_were(options):
+    """They are saved with the model, and would advance once for each block of a draw."""
+    states = []
+    for batch_size in (8, 64):
+        inputs = keras.Input((3,))
+        hidden = CountsCalls()(keras.layers.Dropout(0.5, seed=1)(inputs))
+        model = dp.DPModel(inputs, keras.layers.Dense(1)(hidden))
+        optimizer = dp.optimizers.DPSGD(
+            0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=batch_size
+        )
+        model.compile(optimizer, "mse", **options)
+        data = np.zeros((80, 3)), np.zeros((80, 1))
+        batches = dp.data.poisson_batches(data, batch_size, 5, physical_batch_size=8)
+        model.fit(batches, epochs=2, verbose=0)
+        assert float(model.layers[2].calls) == 10
+        states.append(np.array(model.layers[1].seed_generator.state))
+    np.testing.assert_array_equal(*states)
+
+
+def test_blocks_of_a_batch_have_masks_of_their_own():
+    """Though seeds advance once a step: within a step they go on from block to block."""
+    inputs = keras.Input((1000,))
+    model = dp.DPModel(inputs, keras.layers.Dropout(0.5, seed=1)(keras.layers.Dense(1000)(inputs)))
+    model.layers[1].set_weights([np.zeros((1000, 1000)), np.ones(1000)])
+    optimizer = dp.optimizers.DPSGD(1.0, clip_norm=1e9, noise_multiplier=0.0, batch_size=2)
+    model.compile(optimizer, lambda y, y_pred: tf.reduce_sum(y_pred, axis=-1))
+    data = tf.data.Dataset.from_tensors((np.zeros((2, 1000), "float32"), np.zeros((2, 1))))
+    model.compile(optimizer, model.loss, physical_batch_size=1)
+    model.fit(dp.data.assume_sampling(data, dp.accounting.Sampling.full(2)), verbose=0)
+    moved = 1 - model.layers[1].get_weights()[1]  # 2·(kept by the first + by the second)/2
+    assert set(np.round(moved).astype(int)) == {0, 1, 2} and 0.4 < np.mean(moved == 1) < 0.6
+
+
+# Ledgers and budgets.
+
+BUDGETS = [dp.callbacks.PrivacyBudget(1.0, 1e-3), dp.callbacks.PrivacyBudget(4.0, 1e-3)]
+
+
+@pytest.mark.parametrize("budgets", [BUDGETS, BUDGETS[::-1], keras.callbacks.CallbackList(BUDGETS)])
+def test_two_budgets_of_which_one_would_be_kept_are_refused(budgets):
+    """Only the last was: 3.997 was spent under a budget of 1."""
+    model = _model()
+    with pytest.raises(ValueError, match="Several budgets"):
+        model.fit(X, Y, verbose=0, callbacks=budgets)
+    assert model.ledger.steps == 0
+
+
+def test_a_callback_list_of_ones_own_with_a_budget():
+    model = _model()
+    budget = dp.callbacks.PrivacyBudget(40.0, DELTA)
+    callbacks = keras.callbacks.CallbackList([budget], add_history=True, model=model)
+    model.fit(X, Y, epochs=50, verbose=0, callbacks=callbacks)
+    assert 0 < model.ledger.epsilon(DELTA) <= 40.0
+
+
+def _moved(path):
+    path.rename(path.with_suffix(".old"))
+
+
+def _replaced(path):
+    copy = path.with_suffix(".new")
+    copy.write_bytes(path.read_bytes())
+    os.link(path, path.with_suffix(".backup"))  # as editors do, so that the old file stays
+    copy.replace(path)
+
+
+@pytest.mark.parametrize("what", [_moved, _replaced])
+def test_a_ledger_file_that_is_another_one_stops_the_training(tmp_path, what):
+    """The file at the path would say less than was spent: 0 or 0.936 of 2.707."""
+    path = tmp_path / "spent.jsonl"
+    model = _model()
+    model.ledger = dp.accounting.Ledger(path)
+    model.fit(X, Y, verbose=0)
+    what(path)
+    with pytest.raises(RuntimeError, match="moved or replaced"):
+        model.fit(X, Y, epochs=3, verbose=0)
+
+
+def test_a_ledger_that_gave_up_its_file_records_no_further_run(tmp_path):
+    path = tmp_path / "spent.jsonl"
+    model = _model()
+    model.ledger = dp.accounting.Ledger(path)
+    model.fit(X, Y, verbose=0)
+    model.ledger.unlock()
+    with pytest.raises(RuntimeError, match="given up its file"):
+        model.fit(X, Y, verbose=0)
+    model.ledger = dp.accounting.Ledger(path)
+    model.fit(X, Y, verbose=0)
+    assert dp.accounting.Ledger.read(path).steps == model.ledger.steps == 6
+
+
+def test_steps_are_never_entered_into_the_run_of_another_model(tmp_path):
+    """Of two threads, one entered a step of its own as one under the other's larger noise."""
+    first, second = _model(), _model()
+    second.ledger = first.ledger
+    sampling = dp.accounting.Sampling.full(N)
+    for each in (first, second):
+        each.compile(
+            dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N), "mse"
+        )
+        each.sampling = sampling
+
+    class Interferes(dp.callbacks.PrivacyBudget):
+        """What another thread does between the check and the reservation."""
+
+        def affords(self, ledger, steps):
+            first._guard.budget = None
+            second.train_on_batch(X, Y)
+            return True
+
+    first._guard.budget = Interferes(1e6, DELTA)
+    before = first.get_weights()
+    with pytest.raises(RuntimeError, match="Another model began a run"):
+        first.train_on_batch(X, Y)
+    assert all(map(np.array_equal, before, first.get_weights()))
+    assert first.ledger.steps == 1

@@ -1,0 +1,305 @@
+"""Comparisons and tuning: budgets kept, results resumed, the choice paid for."""
+
+import csv
+import dataclasses
+import functools
+import math
+import pathlib
+
+import dp_accounting
+import keras
+import numpy as np
+import pytest
+
+import dp_keras_opt as dp
+from dp_keras_opt.accounting import Ledger, RandomRepetitions
+from dp_keras_opt.tuning import runs
+
+ROOT = pathlib.Path(__file__).parents[2]
+DELTA = 1e-5
+SGD = dp.tuning.candidate("SGD", "DPSGD", space={"learning_rate": (0.01, 1.0)}, per_norm=True)
+
+
+def make_task(n=400, **kwargs):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n + 200, 5)).astype("float32")
+    y = (x @ np.float32([1, -1, 2, 0, 0.5]))[:, None]
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+
+    cut = slice(n, n + 100), slice(n + 100, None)
+    arguments = {
+        "loss": "mse",
+        "batch_size": 40,
+        "steps": 16,
+        "test": (x[cut[1]], y[cut[1]]),
+        "public": (x[:8], y[:8]),
+    }
+    return dp.tuning.Task(build, (x[:n], y[:n]), (x[cut[0]], y[cut[0]]), **arguments | kwargs)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return make_task()
+
+
+def spent(multiplier, steps, private=1, batch=40, n=400):
+    accountant = dp_accounting.rdp.RdpAccountant()
+    step = dp_accounting.GaussianDpEvent(multiplier / math.sqrt(private))
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(batch / n, step), steps)
+    return accountant.get_epsilon(DELTA)
+
+
+# Candidates.
+
+
+def test_the_candidates_are_all_optimizers():
+    plan = dp.tuning.RunInfo(80, 64, 1.0)
+    made = {
+        type(each.make(plan, **each.middle())).__name__ for each in dp.tuning.CANDIDATES.values()
+    }
+    optimizers = {
+        name
+        for name in dp.optimizers.__all__
+        if isinstance(cls := getattr(dp.optimizers, name), type)
+        and issubclass(cls, dp.optimizers.PrivateOptimizer)
+    }
+    assert made == optimizers - {"PrivateOptimizer", "DPOptimizer"}
+
+
+@pytest.mark.parametrize("name", dp.tuning.CANDIDATES)
+def test_draws_lie_in_the_space_and_repeat(name):
+    candidate = dp.tuning.CANDIDATES[name]
+    draws = candidate.draw(16)
+    assert draws == candidate.draw(16) and len(draws) == 16
+    for value, (low, high) in candidate.space.items():
+        drawn = np.log([draw[value] for draw in draws])
+        ends = np.log([low, high])
+        assert ends[0] - 0.01 <= drawn.min() and drawn.max() <= ends[1] + 0.01
+        # Sixteen points of a Halton sequence leave no third of the range empty.
+        shares = np.histogram(drawn, np.linspace(*ends, 4))[0]
+        assert shares.min() >= 3
+        assert candidate.middle()[value] == pytest.approx(math.sqrt(low * high), rel=0.01)
+
+
+def test_units_of_a_candidate():
+    plan = dp.tuning.RunInfo(100, 50, 0.5, noise_multiplier=2.0)
+    sgd = dp.tuning.candidate("x", "DPSGD", space={}, per_norm=True)
+    assert float(sgd.make(plan, learning_rate=0.1).learning_rate) == pytest.approx(0.2)
+    scaled = dp.tuning.CANDIDATES["DPAdam, scale-then-privatize"]
+    # Noise of std σC/B = clip_share in each scaled coordinate.
+    optimizer = scaled.make(plan, learning_rate=0.1, clip_share=0.3)
+    assert optimizer.clip_norm * 2.0 / 50 == pytest.approx(0.3)
+    delayed = dp.tuning.CANDIDATES["DP2RMSprop"].make(
+        plan, learning_rate=1.0, adaptive_learning_rate=0.1, clip_share=0.1, delay=0.25
+    )
+    assert delayed.delay[0] == 25 and delayed.clip_norm == 0.5
+    assert delayed.adaptive_clip_norm * 2.0 / 50 == pytest.approx(0.1)
+
+
+def test_the_page_states_the_ranges():
+    page = (ROOT / "docs" / "how_to" / "hyperparameters.md").read_text(encoding="utf-8")
+    for candidate in dp.tuning.CANDIDATES.values():
+        low, high = candidate.space["learning_rate"]
+        assert f"{low:g} to {high:g}" in page, candidate.name
+
+
+# One run.
+
+
+@pytest.mark.representatives(9)
+@pytest.mark.parametrize("name", dp.tuning.CANDIDATES)
+def test_every_candidate_trains_within_its_budget(name, task):
+    candidate = dp.tuning.CANDIDATES[name]
+    model = runs.train(task, candidate, candidate.middle(), 3.0, DELTA)
+    assert model.ledger.steps == 16
+    assert 2.5 < model.ledger.epsilon(DELTA) <= 3.0
+    assert np.isfinite(runs.score(task, model, task.test)) or name == "SubspaceAdagrad"
+
+
+def test_the_noise_of_a_run_is_what_its_budget_asks_for(task):
+    model = runs.train(
+        task, SGD, {"learning_rate": 0.1}, 2.0, DELTA, num_trainings=3, accountant="rdp"
+    )
+    sigma = model.optimizer.noise_multiplier
+    assert spent(sigma, 3 * 16) <= 2.0 < spent(sigma * (1 - 1e-3), 3 * 16)
+
+
+def test_cyclic_runs_take_whole_rounds():
+    candidate = dp.tuning.CANDIDATES["DPSGD, momentum, banded noise"]
+    model = runs.train(make_task(steps=19), candidate, candidate.middle(), 3.0, DELTA)
+    assert model.ledger.steps == 16
+    assert model.ledger.segments[0].sampling.kind == "cyclic_poisson"
+
+
+# Comparisons.
+
+
+def test_compare_resumes_and_reports(task, tmp_path, monkeypatch):
+    path = tmp_path / "results.csv"
+    other = dataclasses.replace(SGD, name="other")
+    options = {"trials": 2, "seeds": 2, "results": path, "name": "linear", "verbose": 0}
+    comparison = dp.tuning.compare(task, [SGD, other], (1.0, 4.0), DELTA, **options)
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * (2 + 2 * 2)
+    searched = [row for row in rows if row["part"] == "validation"]
+    assert {row["epsilon"] for row in searched} == {"4"}  # the upper of two in the middle
+    for row in comparison.rows:
+        tried = {
+            r["values"]: float(r["score"]) for r in searched if r["candidate"] == row["candidate"]
+        }
+        assert str(row["values"]).replace("'", '"') == min(tried, key=tried.get)
+        tested = [r for r in rows if r["part"] == "test"]
+        key = row["candidate"], row["epsilon"]
+        own = [float(r["score"]) for r in tested if (r["candidate"], float(r["epsilon"])) == key]
+        assert row["scores"] == own
+        assert row["score"] == pytest.approx(np.mean(own))
+        assert row["standard_error"] == pytest.approx(np.std(own, ddof=1) / math.sqrt(2))
+    for epsilon in (1.0, 4.0):
+        scores = [row["score"] for row in comparison.rows if row["epsilon"] == epsilon]
+        assert scores == sorted(scores)
+    table = comparison.markdown().splitlines()
+    assert table[0] == "| optimizer | ε = 1 | ε = 4 |" and len(table) == 4
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("ran again what is in the file")
+
+    monkeypatch.setattr(runs, "train", refuse)
+    again = dp.tuning.compare(task, [SGD, other], (1.0, 4.0), DELTA, **options)
+    assert again.rows == comparison.rows
+    with pytest.raises(AssertionError, match="ran again"):
+        dp.tuning.compare(task, [SGD], (1.0, 2.0), DELTA, **options)
+
+
+def test_plot(task):
+    rows = [
+        {"candidate": name, "epsilon": e, "score": 1.0, "standard_error": error, "values": {}}
+        for name, error in (("a", 0.1), ("b", math.nan))
+        for e in (1.0, 3.0)
+    ]
+    axes = dp.tuning.Comparison(rows, True).plot()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "a"]
+    assert axes.get_xlabel() == "score (higher is better)"
+    with pytest.raises(ValueError, match="nothing to draw"):
+        dp.plots.scores([])
+
+
+def test_nan_never_wins():
+    task = make_task(higher_is_better=True)
+    assert task.better([math.nan, 0.1, 0.3, math.nan]) == 2
+    assert make_task().better([math.nan, 0.1, 0.3]) == 1
+
+
+# Tuning.
+
+
+def test_tune_by_composition(task):
+    ledger = Ledger()
+    options = {"trials": 3, "ledger": ledger, "verbose": 0, "accountant": "rdp"}
+    tuned = dp.tuning.tune(task, SGD, 3.0, DELTA, **options)
+    assert len(tuned.trials) == 3 and len(ledger.segments) == 3
+    assert tuned.model.ledger is ledger and tuned.epsilon <= 3.0
+    sigma = tuned.model.optimizer.noise_multiplier
+    assert tuned.epsilon == pytest.approx(spent(sigma, 3 * 16), rel=1e-9)
+    assert tuned.epsilon > 2.9
+    best = min(tuned.trials, key=lambda each: each["score"])
+    assert (tuned.values, tuned.score) == (best["values"], best["score"])
+    assert runs.score(task, tuned.model, task.validation) == pytest.approx(tuned.score)
+
+
+def test_tune_by_private_selection(task, tmp_path, monkeypatch):
+    repetitions = RandomRepetitions(4.0, 1.0)
+    monkeypatch.setattr(RandomRepetitions, "draw", lambda self, generator: 3)
+    ledger = Ledger(tmp_path / "spent.jsonl")
+    seen = []
+    train = runs.train
+
+    def spy(*args, **kwargs):
+        # The whole selection is in the file before any run, in case the process is killed.
+        seen.append(Ledger.read(ledger.path).epsilon(DELTA))
+        model = train(*args, **kwargs)
+        seen.append(runs.score(task, model, task.validation))
+        return model
+
+    monkeypatch.setattr(runs, "train", spy)
+    tuned = dp.tuning.tune(task, SGD, 3.0, DELTA, repetitions=repetitions, ledger=ledger, verbose=0)
+    assert tuned.trials is None and tuned.score == pytest.approx(min(seen[1::2]))
+    assert set(seen[::2]) == {tuned.epsilon}
+    accountant = dp_accounting.rdp.RdpAccountant()
+    step = dp_accounting.GaussianDpEvent(tuned.model.optimizer.noise_multiplier)
+    run = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.1, step), 16)
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(run, 4.0, 1.0))
+    assert tuned.epsilon == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
+    assert 2.9 < tuned.epsilon <= 3.0
+    assert "private selection" in " ".join(tuned.statement().lower().split())
+    # The model goes on with the ledger of the selection, saved or trained on.
+    tuned.model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.ledger.epsilon(DELTA) == pytest.approx(tuned.epsilon)
+    tuned.model.fit(task.batches(SGD), verbose=0)
+    assert tuned.model.ledger.steps == 32 and tuned.epsilon > 3.0
+
+
+def test_what_the_model_spent_before_is_not_forgotten(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(RandomRepetitions, "draw", lambda self, generator: 2)
+    earlier = runs.train(task, SGD, {"learning_rate": 0.1}, 2.0, DELTA)
+    earlier.save(tmp_path / "earlier.keras")
+    build = functools.partial(keras.saving.load_model, tmp_path / "earlier.keras", compile=False)
+    again = dataclasses.replace(task, build=build)
+    tuned = dp.tuning.tune(again, SGD, 3.0, DELTA, repetitions=RandomRepetitions(2.0), verbose=0)
+    selection, spent_before = tuned.model.ledger.segments
+    assert spent_before.run == earlier.ledger.segments[0].run
+    assert selection.selection is not None and tuned.epsilon > 3.0
+
+
+def test_the_number_of_runs_is_drawn_anew(task, monkeypatch):
+    counted = []
+    monkeypatch.setattr(runs, "train", lambda *args, **kwargs: counted.append(1) or _Model())
+    monkeypatch.setattr(runs, "score", lambda *args: 1.0)
+    totals = set()
+    for _ in range(12):  # all the same with probability < 0.1 ** 11
+        counted.clear()
+        dp.tuning.tune(task, SGD, 3.0, DELTA, repetitions=RandomRepetitions(20.0), verbose=0)
+        totals.add(len(counted))
+    assert len(totals) > 1
+
+
+class _Model:
+    def __init__(self):
+        self.ledger = Ledger.of_segments([None])
+
+
+# Errors.
+
+
+def test_errors(task):
+    with pytest.raises(ValueError, match="There is no candidate 'Adam'"):
+        dp.tuning.compare(task, ["Adam"], verbose=0)
+    with pytest.raises(ValueError, match="There is no candidate 'Adam'"):
+        dp.tuning.tune(task, "Adam", 1.0, DELTA)
+    with pytest.raises(ValueError, match="AdaDPS needs public data"):
+        dp.tuning.compare(make_task(public=None), ["AdaDPS"], verbose=0)
+    with pytest.raises(ValueError, match="AdaDPS needs public data"):
+        dp.tuning.tune(make_task(public=None), "AdaDPS", 1.0, DELTA, verbose=0)
+    with pytest.raises(ValueError, match="give the Task a `test` part"):
+        dp.tuning.compare(make_task(test=None), [SGD], verbose=0)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        dp.tuning.compare(task, [SGD], seeds=0, verbose=0)
+    with pytest.raises(ValueError, match="repetitions must be None or"):
+        dp.tuning.tune(task, SGD, 1.0, DELTA, repetitions=8)
+    with pytest.raises(ValueError, match="trials"):
+        dp.tuning.tune(task, SGD, 1.0, DELTA, trials=0)
+
+
+def test_tune_refuses_noise_that_depends_on_the_values(task):
+    def make(plan, ratio):
+        moments = dp.optimizers.moments.Joint(ratio, max_batch_size=200)
+        return dp.optimizers.DPAdam(
+            0.1, clip_norm=1.0, batch_size=plan.batch_size, second_moment=moments
+        )
+
+    candidate = dp.tuning.Candidate("joint", make, {"ratio": (0.1, 10.0)})
+    with pytest.raises(ValueError, match="depends on the values drawn"):
+        dp.tuning.tune(task, candidate, 1.0, DELTA, verbose=0)
