@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
 from scipy import stats
@@ -11,14 +10,10 @@ from scipy import stats
 from dp_keras_opt.accounting import Ledger, RandomRepetitions, Sampling
 from dp_keras_opt.accounting.groups import group_epsilon, group_privacy
 from dp_keras_opt.noise import BandedMatrix, Laplace, Release, schedules
+from tests.helpers.events import needs_mixtures
 
 DELTA = 1e-5
 POISSON = Sampling.poisson(20, 6)
-
-mixtures = pytest.mark.skipif(
-    not hasattr(dp_accounting.dp_event, "MixtureOfGaussiansDpEvent"),
-    reason="this version of dp_accounting has no mixtures of Gaussians",
-)
 
 
 def hockey_sticks(p, q, epsilon, cell):
@@ -29,7 +24,7 @@ def hockey_sticks(p, q, epsilon, cell):
     ]
 
 
-@mixtures
+@needs_mixtures
 @pytest.mark.parametrize("size, adjacency", [(2, "add_or_remove_one"), (5, "zero_out")])
 def test_a_poisson_step_is_a_mixture_over_the_number_drawn(size, adjacency, make_ledger):
     """δ of the ε that is stated, by integration of the definition."""
@@ -46,7 +41,7 @@ def test_a_poisson_step_is_a_mixture_over_the_number_drawn(size, adjacency, make
     assert found == pytest.approx(DELTA, rel=0.02)
 
 
-@mixtures
+@needs_mixtures
 def test_two_steps_of_a_schedule_are_composed(gaussians):
     ledger = Ledger()
     ledger.begin(gaussians(1.0), POISSON, schedule=schedules.Fixed([2.0, 3.0]))
@@ -65,7 +60,7 @@ def test_two_steps_of_a_schedule_are_composed(gaussians):
     assert max(hockey_sticks(*both, epsilon, step**2)) == pytest.approx(1e-3, rel=0.02)
 
 
-@mixtures
+@needs_mixtures
 @pytest.mark.parametrize("angle", [0.0, 0.7, 2.0, math.pi])
 def test_no_directions_of_the_gradients_exceed_it(angle, make_ledger):
     sigma, q, delta = 1.5, 0.3, 1e-3
@@ -86,7 +81,7 @@ def test_no_directions_of_the_gradients_exceed_it(angle, make_ledger):
         assert found == pytest.approx(delta, rel=0.02)
 
 
-@mixtures
+@needs_mixtures
 @pytest.mark.parametrize("size, expected", [(2, 6.01), (3, 9.63), (5, 17.9), (10, 44.1)])
 def test_movielens(size, expected, make_ledger):
     """The run of the README."""

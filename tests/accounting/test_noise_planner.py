@@ -9,6 +9,7 @@ from dp_keras_opt import noise
 from dp_keras_opt.accounting import Sampling, calibrate, plan_noise
 from dp_keras_opt.noise import BandedMatrix, BufferedToeplitz, LambdaCGD, Workload, options
 from dp_keras_opt.optimizers import DPSGD, DPAdam, DPNesterov, DPOptimizer
+from tests.helpers.events import needs_truncation
 from tests.helpers.factorizations import inverse, workload
 
 N, B = 600, 20  # 30 steps an epoch
@@ -205,15 +206,18 @@ def test_the_table_says_how_much_worse_the_others_are():
         ({"steps": 9, "epochs": 1}, "steps or epochs"),
         ({}, "steps or epochs"),
         ({"steps": 0}, "steps"),
-        ({"steps": 9, "epsilon": 1e-9, "delta": 1e-15}, "cannot be met"),
+        (
+            {"steps": 9, "epsilon": 1e-12, "delta": 1e-15, "sampling": Sampling.full(N)},
+            "cannot be met",
+        ),
         ({"steps": 9, "memory_limit": 100}, "num_weights"),
         ({"steps": 9, "num_weights": 10, "memory_limit": -1}, "number of bytes"),
     ],
 )
 def test_refuses_what_cannot_be_planned(arguments, words):
-    arguments = {"epsilon": 2.0, "delta": 1e-4} | arguments
+    arguments = {"epsilon": 2.0, "delta": 1e-4, "sampling": Sampling.poisson(N, B)} | arguments
     with pytest.raises(ValueError, match=words):
-        plan_noise(sgd(), Sampling.poisson(N, B), **arguments)
+        plan_noise(sgd(), **arguments)
 
 
 # Of given batches.
@@ -231,7 +235,13 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=needs_truncation if kind == "truncated" else ())
+        for kind in SAMPLINGS
+    ],
+)
 @pytest.mark.parametrize("steps", [1, 7, 60])
 def test_every_option_is_priced(kind, steps):
     sampling = SAMPLINGS[kind]

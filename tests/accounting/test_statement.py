@@ -1,7 +1,6 @@
 import math
 import re
 
-import dp_accounting
 import pytest
 
 from dp_keras_opt import accounting
@@ -9,10 +8,10 @@ from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.groups import group_epsilon, group_privacy
 from dp_keras_opt.accounting.privacy_statement import rounded_up
 from dp_keras_opt.noise import schedules
+from tests.helpers.events import HAS_MIXTURES
 
 DELTA = 1e-6
 POISSON = Sampling.poisson(80_000, 64, unit="rating")
-HAS_MIXTURES = hasattr(dp_accounting.dp_event, "MixtureOfGaussiansDpEvent")
 
 
 def flat(text):

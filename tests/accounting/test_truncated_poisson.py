@@ -14,14 +14,10 @@ from dp_keras_opt import accounting
 from dp_keras_opt.accounting import Ledger, Sampling, accountant
 from dp_keras_opt.noise import Gaussian, Laplace, Release
 from dp_keras_opt.optimizers import moments
+from tests.helpers.events import HAS_TRUNCATION, needs_truncation
 
 N, Q, CAP, SIGMA = 20, 0.3, 7, 0.8
 GRID, STEP = np.linspace(-14.0, 14.0, 40_001, retstep=True)
-
-prices = pytest.mark.skipif(
-    not hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"),
-    reason="this version of dp_accounting has no event for it",
-)
 
 
 def cut(n=N, size=6, cap=CAP, **kwargs):
@@ -48,7 +44,7 @@ def accounted_delta(sampling, epsilon):
     return composed(sampling).get_delta(epsilon)
 
 
-@prices
+@needs_truncation
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, 2.5])
 def test_a_step_is_the_mixture_of_its_definition(epsilon):
     """Over the number r of others that were drawn: of M in M + 1 the unit is one, M/(r+1) often."""
@@ -64,7 +60,7 @@ def test_a_step_is_the_mixture_of_its_definition(epsilon):
     assert accounted_delta(cut(), epsilon) == pytest.approx(expected, rel=1e-4)
 
 
-@prices
+@needs_truncation
 @pytest.mark.parametrize("n, size, cap", [(6, 3, 3), (20, 6, 7)])
 def test_no_data_set_exceeds_it(n, size, cap):
     """The batch's sum, enumerated over all draws, where the others pull against the unit."""
@@ -107,7 +103,7 @@ def test_opposite_replacements_are_the_worst(p, alpha):
             assert divergence(y, (2, 0)) <= worst + 1e-9
 
 
-@prices
+@needs_truncation
 @pytest.mark.parametrize("cap, expected", [(768, 2.714), (704, 3.191)])
 def test_epsilon_is_that_of_the_event(cap, expected, make_ledger):
     ledger = make_ledger(cut(60_000, 600, cap), 1000, 0.9)
@@ -117,7 +113,7 @@ def test_epsilon_is_that_of_the_event(cap, expected, make_ledger):
     assert ledger.epsilon(1e-6, "pld") == pytest.approx(direct, rel=1e-5)  # on another grid
 
 
-@prices
+@needs_truncation
 def test_a_cap_that_is_never_reached_costs_nothing(make_ledger):
     for cap in (1000, 500):
         never = make_ledger(cut(1000, 10, cap), 20)
@@ -125,7 +121,7 @@ def test_a_cap_that_is_never_reached_costs_nothing(make_ledger):
         assert never.epsilon(1e-6, "pld") == poisson.epsilon(1e-6, "pld")
 
 
-@prices
+@needs_truncation
 def test_a_dear_cap_warns_with_one_that_is_not(make_optimizer, recwarn):
     def epsilon(sampling):
         return accounting.epsilon(make_optimizer(4.0, 200), sampling, 20, 1e-5, "pld")
@@ -141,7 +137,7 @@ def test_a_dear_cap_warns_with_one_that_is_not(make_optimizer, recwarn):
         assert epsilon(cut(2000, 200, free - 1)) > 1.009 * uncut
 
 
-@prices
+@needs_truncation
 def test_calibration_meets_its_budget(make_optimizer):
     optimizer, sampling = make_optimizer(None, 200), cut(2000, 200, 300)
     found = accounting.calibrate(optimizer, sampling, 20, 0.5, 1e-5, "pld")
@@ -150,7 +146,7 @@ def test_calibration_meets_its_budget(make_optimizer):
     assert accounting.epsilon(less, sampling, 20, 1e-5, "pld") > 0.5
 
 
-@prices
+@needs_truncation
 def test_releases_of_a_batch_are_one_and_none_without_noise_is_private(make_ledger, gaussians):
     two = Ledger()
     two.begin(gaussians(1.0, 2.0), cut())
@@ -162,7 +158,7 @@ def test_releases_of_a_batch_are_one_and_none_without_noise_is_private(make_ledg
     assert make_ledger(cut(), 2, 0.0).epsilon(1e-5, "pld") == math.inf
 
 
-@prices
+@needs_truncation
 @pytest.mark.parametrize("name", ["rdp", "pure"])
 def test_other_accountants_are_refused(name, make_ledger):
     with pytest.raises(ValueError, match="only a privacy loss distribution.*accountant='pld'"):
@@ -170,7 +166,7 @@ def test_other_accountants_are_refused(name, make_ledger):
 
 
 def test_a_version_without_the_event_refuses_all(make_ledger):
-    if hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"):
+    if HAS_TRUNCATION:
         pytest.skip("this version has it")
     version = importlib.metadata.version("dp-accounting")
     with pytest.raises(ValueError, match=f"dp_accounting {version}.*Update dp-accounting"):
