@@ -146,7 +146,10 @@ class UnamplifiedRdpAccountant(dp_accounting.rdp.RdpAccountant):
                 return self.CompositionErrorDetails(event, _NOT_REPLACED)
             event = event.unamplified
         if do_compose and _is_sampled_gaussian(event):
-            self._rdp += count * _rdp_of(event, self._neighboring_relation, tuple(self._orders))
+            in_doubles = _in_doubles(event)
+            self._rdp += count * _rdp_of(
+                in_doubles, self._neighboring_relation, tuple(self._orders)
+            )
             return None
         return super()._maybe_compose(event, count, do_compose)
 
@@ -154,6 +157,15 @@ class UnamplifiedRdpAccountant(dp_accounting.rdp.RdpAccountant):
 def _is_sampled_gaussian(event):
     sampled = dp_accounting.PoissonSampledDpEvent, dp_accounting.SampledWithoutReplacementDpEvent
     return isinstance(event, sampled) and isinstance(event.event, dp_accounting.GaussianDpEvent)
+
+
+def _in_doubles(event):
+    """`event` with numbers of Python: of NumPy's equal ones of 32 bits divergences differ."""
+    gaussian = attr.evolve(event.event, noise_multiplier=float(event.event.noise_multiplier))
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        probability = float(event.sampling_probability)
+        return attr.evolve(event, sampling_probability=probability, event=gaussian)
+    return attr.evolve(event, event=gaussian)
 
 
 @functools.lru_cache(maxsize=512)

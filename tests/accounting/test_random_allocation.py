@@ -545,3 +545,17 @@ def test_little_noise_and_none_in_a_ledger():
         )
     endless = event(math.inf, math.inf)
     assert priced(endless, 1, 1e-6, lambda: make_accountant("pld", POISSON)) == 0.0
+
+
+def test_numbers_of_other_precision_share_no_divergences():
+    """0.8125 in 32 bits equals 0.8125, and what is computed from it does not."""
+
+    def sampled(number):
+        gaussian = dp_accounting.GaussianDpEvent(number(0.8125))
+        return dp_accounting.PoissonSampledDpEvent(number(0.03125), gaussian)
+
+    random_allocation._rdp_of.cache_clear()
+    for number in (np.float32, np.float64, float):
+        found = UnamplifiedRdpAccountant().compose(sampled(number), 40).get_epsilon(1e-5)
+        accountant = dp_accounting.rdp.RdpAccountant().compose(sampled(float), 40)
+        assert found == accountant.get_epsilon(1e-5)
