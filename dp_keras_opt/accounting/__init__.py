@@ -1,6 +1,7 @@
 """What training costs in privacy: sampling, epsilon, calibration, ledger and statement."""
 
 from dp_keras_opt.accounting import composition
+from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.calibration import affordable_batch_size, calibrate
 from dp_keras_opt.accounting.forecast import epsilon, statement
@@ -19,6 +20,7 @@ _MOVED = {
 __getattr__ = renamed_names(__name__, _MOVED)
 
 __all__ = [
+    "BatchSizes",
     "Budget",
     "Ledger",
     "NoiseChoice",

@@ -275,6 +275,10 @@ def affordable_batch_size(
     _number_of_steps(steps, epochs, sampling)
     if sampling.takes_all:
         raise ValueError("Full batches have no size to choose. Use another kind of sampling.")
+    if sampling.batch_sizes is not None:
+        raise ValueError(
+            "Expected batch sizes that change are not one size to choose: pass a sampling of one."
+        )
     _check_budget(epsilon)
 
     @functools.cache

@@ -76,7 +76,7 @@ def _sensitivity(release, adjacency):
 
 
 def segment_event(
-    releases, sampling, alphas, steps=None, max_distinct=MAX_DISTINCT, optimistic=False
+    releases, sampling, alphas, steps=None, max_distinct=MAX_DISTINCT, optimistic=False, sizes=None
 ):
     """The event of consecutive steps that share releases and sampling.
 
@@ -89,6 +89,7 @@ def segment_event(
         max_distinct: where more factors than this differ they are rounded down, which can only
             raise epsilon; fewer are quicker to price. None: never.
         optimistic: whether to round up instead, for a lower bound on epsilon.
+        sizes: None, or the expected batch size of each step, where they differ.
 
     Returns:
         A `dp_accounting.DpEvent`, in which steps of equal factors are grouped.
@@ -98,17 +99,20 @@ def segment_event(
         return _run_event(private, sampling, alphas, steps, max_distinct, optimistic)
     if sampling.draws_passes and np.ndim(alphas):
         return _passes_event(releases, sampling, alphas, max_distinct, optimistic)
-    values, counts = _factors(sampling, alphas, steps, max_distinct, optimistic)
-    if not len(values):
+    if sizes is not None:
+        alike = _alike(alphas, sizes, max_distinct, optimistic)
+    else:
+        values, counts = _factors(sampling, alphas, steps, max_distinct, optimistic)
+        alike = [(value, None, count) for value, count in zip(values, counts, strict=True)]
+    composed = []
+    for alpha, size, count in alike:
+        event = step_event(releases, sampling.noise_adjacency, float(alpha))
+        if isinstance(event, dp_accounting.NonPrivateDpEvent):
+            return event
+        drawn = sampling.sampled(event) if size is None else sampling.sampled_at(event, size)
+        composed.append(dp_accounting.SelfComposedDpEvent(drawn, int(count)))
+    if not composed:
         return dp_accounting.NoOpDpEvent()
-    adjacency = sampling.noise_adjacency
-    each_step = [step_event(releases, adjacency, float(value)) for value in values]
-    if any(isinstance(event, dp_accounting.NonPrivateDpEvent) for event in each_step):
-        return dp_accounting.NonPrivateDpEvent()
-    composed = [
-        dp_accounting.SelfComposedDpEvent(sampling.sampled(event), int(count))
-        for event, count in zip(each_step, counts, strict=True)
-    ]
     return composed[0] if len(composed) == 1 else dp_accounting.ComposedDpEvent(composed)
 
 
@@ -159,8 +163,10 @@ def passes(alphas, period, max_distinct=MAX_DISTINCT, optimistic=False):
     raise AssertionError("The grids have no end.")
 
 
-def is_rounded(sampling, alphas):
+def is_rounded(sampling, alphas, sizes=None):
     """Whether `segment_event` rounds these factors."""
+    if sizes is not None:
+        return len(_distinct(alphas, sizes)[0]) > MAX_DISTINCT
     if sampling.draws_passes and np.ndim(alphas):
         return passes(alphas, sampling.period) != passes(alphas, sampling.period, None)
     return len(np.unique(alphas)) > MAX_DISTINCT
@@ -231,6 +237,29 @@ def _factors(sampling, alphas, steps, max_distinct, optimistic):
         # An example is in one step of the period, at worst in the one with the least noise.
         alphas = np.minimum.reduceat(alphas, np.arange(0, len(alphas), sampling.period))
     return _rounded(*np.unique(alphas, return_counts=True), max_distinct, optimistic)
+
+
+def _distinct(alphas, sizes):
+    """The distinct pairs of a step's factor and expected batch size, and how many have each."""
+    pairs = np.stack(np.broadcast_arrays(alphas, np.asarray(sizes, np.float64)), axis=-1)
+    return np.unique(pairs, axis=0, return_counts=True)
+
+
+def _alike(alphas, sizes, max_distinct, optimistic):
+    """(factor, expected batch size, number of steps) of steps that are priced alike.
+
+    At most `max_distinct`, of no larger factors and no smaller batches than before; or the other
+    way round, if optimistic.
+    """
+    pairs, counts = _distinct(alphas, sizes)
+    of_factors, of_sizes = _grids(pairs[:, 0], optimistic), _grids(pairs[:, 1], not optimistic)
+    for (_, factors), (_, rounded_sizes) in zip(of_factors, of_sizes, strict=True):
+        rounded = np.stack([factors, rounded_sizes], axis=-1)
+        distinct, index = np.unique(rounded, axis=0, return_inverse=True)
+        if max_distinct is None or len(distinct) <= max_distinct:
+            steps = np.bincount(index.ravel(), counts).astype(np.int64)
+            return [(*pair, count) for pair, count in zip(distinct.tolist(), steps, strict=True)]
+    raise AssertionError("The grids have no end.")
 
 
 def _rounded(values, counts, max_distinct, optimistic):

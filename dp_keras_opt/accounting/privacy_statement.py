@@ -199,11 +199,13 @@ def _training(segment, place, segments):
         noises += f" times schedule factors from {alphas.min():.4g} to {alphas.max():.4g}"
     clipping = "" if segment.clip_norm is None else f", clip norm C = {segment.clip_norm:.6g}"
     selection = f" {segment.selection.describe()}" if segment.selection else ""
+    changes = sampling.batch_sizes is not None
+    size = "B that changes with the step" if changes else f"B = {sampling.batch_size}"
     open_plan = segment.steps < segment.planned_steps < math.inf
     of_planned = f" of {segment.planned_steps} planned" if open_plan else ""
     return (
         f"{title}: {segment.steps} steps{of_planned}, {noises}{clipping}, expected batch size "
-        f"B = {sampling.batch_size}, n = {sampling.num_examples} {sampling.unit}s. "
+        f"{size}, n = {sampling.num_examples} {sampling.unit}s. "
         f"{sampling.describe()}{selection}"
     )
 

@@ -13,6 +13,7 @@ import dp_accounting
 from scipy import stats
 
 from dp_keras_opt import deprecation
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes, resolve
 from dp_keras_opt.accounting.random_allocation import RandomAllocationDpEvent
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise.mechanism import Release
@@ -116,6 +117,8 @@ class Sampling(metaclass=_TakesKindFirst):
     groups = 1
     #: The most units in a batch, where larger draws are cut to it.
     max_batch_size = None  # type: int | None
+    #: The expected sizes, where they change; then `batch_size` is the largest of them.
+    batch_sizes = None  # type: BatchSizes | None
 
     def __post_init__(self):
         n = self._keep_whole("num_examples", "Give the number of training examples.")
@@ -173,6 +176,11 @@ class Sampling(metaclass=_TakesKindFirst):
     def uncut(self) -> Sampling:
         """The same with draws of all sizes, which costs about as much where few are cut."""
         return self
+
+    @property
+    def divisor(self) -> int | BatchSizes:
+        """What the optimizer's `batch_size` must be."""
+        return self.batch_size if self.batch_sizes is None else self.batch_sizes
 
     @property
     def largest_batch(self) -> float:
@@ -274,14 +282,21 @@ class Sampling(metaclass=_TakesKindFirst):
     def poisson(
         cls,
         num_examples: int,
-        batch_size: int,
+        batch_size: BatchSizeLike,
         adjacency: Adjacency = "add_or_remove_one",
         *,
         unit: str = "example",
         examples_per_unit: int | None = None,
     ) -> Sampling:
-        """Each unit is in each batch independently with probability B/n (batch sizes vary)."""
-        return Poisson(num_examples, batch_size, adjacency, unit, examples_per_unit)
+        """Each unit is in each batch independently with probability B/n (batch sizes vary).
+
+        With `BatchSizes`, such as {0: 128, 500: 256}, with probability B_t/n at step t.
+        """
+        size = resolve("batch_size", batch_size, "Give the expected batch size.")
+        common = adjacency, unit, examples_per_unit
+        if isinstance(size, BatchSizes):
+            return StagedPoisson(num_examples, size.largest, *common, size)
+        return Poisson(num_examples, size, *common)
 
     @classmethod
     def truncated_poisson(
@@ -405,14 +420,21 @@ class Sampling(metaclass=_TakesKindFirst):
 
 
 class Passes:
-    """Counts the passes over batches whose units are assigned anew in each.
+    """Counts the passes over batches, where a draw depends on those before it or on the step.
 
     Attributes:
         begun: how many.
+        next_step: the step of the training that the next pass begins with, as the model says.
+        first_step: the one that the last pass began with.
     """
 
     def __init__(self) -> None:
-        self.begun = 0
+        self.begun = self.next_step = self.first_step = 0
+
+    def begin(self) -> int:
+        """Begins a pass, and returns its first step."""
+        self.begun, self.first_step = self.begun + 1, self.next_step
+        return self.first_step
 
 
 def _spoken(name):
@@ -442,6 +464,49 @@ class Poisson(Sampling):
         return (
             f"Poisson sampling: each {self.unit} is in each batch independently with probability "
             f"{self._chance}."
+        )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class StagedPoisson(Poisson):
+    """Each unit is in the batch of step t independently with probability q_t = B_t/n.
+
+    The B_t are fixed before the training, and public. Each step is priced with its own probability:
+    the sampled Gaussian mechanisms of different probabilities compose as any others. What asks for
+    one batch size is given the largest, which over-counts.
+    """
+
+    batch_sizes: BatchSizes | None = None
+
+    kind = "staged_poisson"
+
+    def __post_init__(self):
+        sizes = self.batch_sizes if isinstance(self.batch_sizes, BatchSizes) else None
+        if sizes is None:  # as JSON has it
+            sizes = BatchSizes(self.batch_sizes or {})
+            object.__setattr__(self, "batch_sizes", sizes)
+        super().__post_init__()
+        if self.batch_size != sizes.largest:
+            raise ValueError(
+                f"batch_size={self.batch_size} must be the largest of the expected sizes, "
+                f"{sizes}. Use Sampling.poisson(num_examples, batch_sizes)."
+            )
+
+    def sampled_at(self, event: dp_accounting.DpEvent, size: float) -> dp_accounting.DpEvent:
+        """`sampled` for batches of this expected size."""
+        return dp_accounting.PoissonSampledDpEvent(min(size / self.num_examples, 1.0), event)
+
+    def get_config(self) -> dict[str, Any]:
+        assert self.batch_sizes is not None  # for the type checker
+        stages = [list(stage) for stage in self.batch_sizes.stages]
+        return super().get_config() | {"batch_sizes": stages}
+
+    def _in_words(self):
+        return (
+            f"Poisson sampling: each {self.unit} is in each batch independently, with probability "
+            f"B/{self.num_examples} for the expected size B of that step, which is public: "
+            f"{self.batch_sizes}."
         )
 
 
@@ -849,10 +914,10 @@ def need_sampling(sampling):
 def check_sampling(optimizer, sampling):
     """Refuses an optimizer whose noise does not fit batches that are sampled this way."""
     need_sampling(sampling)
-    if optimizer.batch_size != sampling.batch_size:
+    if optimizer.batch_size != sampling.divisor:
         raise ValueError(
             f"The optimizer divides by batch_size={optimizer.batch_size}, the sampling has "
-            f"batch_size={sampling.batch_size}. Give both the same expected batch size."
+            f"batch_size={sampling.divisor}. Give both the same expected batch size."
         )
     optimizer.check_sampling(sampling)
     sampling.check_releases(optimizer.releases_for(1.0))

@@ -97,6 +97,13 @@ class Segment:
             )
 
     @property
+    def changes(self):
+        """What of the accounting depends on the step, in words; "" where all steps are alike."""
+        if not isinstance(self.schedule, Constant):
+            return "noise schedule"
+        return "" if self.sampling.batch_sizes is None else "batch size"
+
+    @property
     def breaks_off(self):
         """Whether it ends within a period: the next pass over the data may start afresh."""
         return self.steps % self.sampling.period > 0
@@ -109,7 +116,13 @@ class Segment:
     @property
     def is_rounded(self):
         """Whether `event` rounds its noise levels down, because there are too many."""
-        return is_rounded(self.sampling, self._alphas)
+        return is_rounded(self.sampling, self._alphas, self._sizes)
+
+    @property
+    def _sizes(self):
+        """The expected batch size of each step, where they differ."""
+        sizes = self.sampling.batch_sizes
+        return None if sizes is None else sizes.sizes(self.first_step, self.steps)
 
     @property
     def _alphas(self):
@@ -137,9 +150,8 @@ class Segment:
 
     def event(self, max_distinct=MAX_DISTINCT, optimistic=False):
         """The `dp_accounting.DpEvent` of all its steps; see `events.segment_event`."""
-        event = segment_event(
-            self.releases, self.sampling, self._alphas, self.steps, max_distinct, optimistic
-        )
+        levels = self._alphas, self.steps, max_distinct, optimistic, self._sizes
+        event = segment_event(self.releases, self.sampling, *levels)
         return self.selection.event(event) if self.selection and self.steps else event
 
     def to_config(self):

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from dp_keras_opt.accounting import batch_sizes
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import arrays, shards
@@ -38,7 +40,7 @@ from dp_keras_opt.workers import of_chief, place
 
 def poisson_batches(
     data: tuple[Any, ...] | tf.data.Dataset,
-    batch_size: int,
+    batch_size: BatchSizeLike,
     steps_per_epoch: int | None = None,
     *,
     physical_batch_size: int | None = None,
@@ -73,11 +75,14 @@ def poisson_batches(
             would stay what it was then (call `map` on the result instead). Floating-point arrays
             are cast to `keras.config.floatx()`, as by Keras. `sample_weight`: [n], or a structure
             of such arrays for several outputs. Of arrays of numbers one copy is made.
-        batch_size: expected number of examples in a batch, from 1 to n.
-        steps_per_epoch: number of batches in each iteration. Default: ceil(n / batch_size).
-        physical_batch_size: rows to process at a time. Default: `batch_size` plus two standard
-            deviations, rounded up to a multiple of 8, so that most draws need one block; with a
-            cap, all of its rows.
+        batch_size: expected number of examples in a batch, from 1 to n. Where it changes during
+            the training, `accounting.BatchSizes`, such as {0: 128, 500: 256}: stages by the step
+            that they begin with, counted over all epochs. Fixed without looking at the data.
+        steps_per_epoch: number of batches in each iteration. Default: ceil(n / batch_size), with
+            the largest of several.
+        physical_batch_size: rows to process at a time. Default: `batch_size`, the smallest of
+            several, plus two standard deviations, rounded up to a multiple of 8, so that most draws
+            need one block; with a cap, all of its rows.
         max_batch_size: None, or the most examples in a batch, at least `batch_size`, chosen without
             looking at the data. For one worker.
         class_weight: dict from class to weight, as in `keras.Model.fit` (which refuses it beside
@@ -104,9 +109,14 @@ def poisson_batches(
     arXiv:2508.15089.
     """
     examples, n = arrays.examples(data, class_weight, max_bytes)
-    batch_size = whole_number(batch_size, "batch_size", 1, f"There are {n} examples.", maximum=n)
+    batch_size = _size_or_sizes(batch_size, n, "example")
     if max_batch_size is None:
         sampling = Sampling.poisson(n, batch_size, adjacency or "add_or_remove_one", unit=unit)
+    elif isinstance(batch_size, BatchSizes):
+        raise ValueError(
+            f"max_batch_size={max_batch_size} cuts draws of one expected size; received "
+            f"batch_size={batch_size}. Leave out one of the two."
+        )
     else:
         sampling = Sampling.truncated_poisson(
             n, batch_size, max_batch_size, adjacency or "zero_out", unit=unit
@@ -123,7 +133,7 @@ def poisson_batches(
 def poisson_users(
     data: Any,
     users: npt.ArrayLike,
-    batch_size: int,
+    batch_size: BatchSizeLike,
     steps_per_epoch: int | None = None,
     *,
     examples_per_user: int,
@@ -154,8 +164,8 @@ def poisson_users(
         data: `(x, y)` or `(x, y, sample_weight)` of arrays, as for `poisson_batches`; not a
             `tf.data.Dataset`, whose order need not be that of `users`.
         users: [n examples], the id of the user of each example: integers or strings.
-        batch_size: expected number of *users* in a batch, from 1 to their number; what the
-            optimizer's `batch_size` must be.
+        batch_size: expected number of *users* in a batch, from 1 to their number, or that of each
+            stage, as for `poisson_batches`; what the optimizer's `batch_size` must be.
         steps_per_epoch: number of batches in each iteration. Default: ceil(n / batch_size).
         examples_per_user: K, chosen without looking at the data. Memory and time go by K rows for
             each user, however many of them are filled.
@@ -174,8 +184,9 @@ def poisson_users(
     examples, n, owned = _units(
         "poisson_users", data, users, examples_per_user, class_weight, max_bytes
     )
+    sizes = _size_or_sizes(batch_size, n, "user")
     sampling = Sampling.poisson(
-        n, _size(batch_size, n, owned), adjacency, unit=unit, examples_per_unit=examples_per_user
+        n, sizes, adjacency, unit=unit, examples_per_unit=examples_per_user
     )
     root = _root("poisson_users", seed)
     everyone = [np.arange(n)]
@@ -465,6 +476,10 @@ def _units(name, data, users, examples_per_user, class_weight, max_bytes):
     return examples, len(owned), owned
 
 
+def _size_or_sizes(batch_size, n, word):
+    return batch_sizes.resolve("batch_size", batch_size, f"There are {n} {word}s.", n)
+
+
 def _word(owned):
     return "example" if owned is None else "user"
 
@@ -498,6 +513,8 @@ def _drawn_afresh(
     # each is drawn independently of all others, as it is by one worker.
     worker, workers = place()
     groups = [members[worker::workers] for members in groups]
+    if sampling.batch_sizes is not None:
+        sampling = dataclasses.replace(sampling, passes=Passes())
     if steps_per_epoch is None:
         steps_per_epoch = sampling.steps_per_epoch
     steps_per_epoch = whole_number(steps_per_epoch, "steps_per_epoch")
@@ -515,7 +532,8 @@ def _block(sampling, physical_batch_size):
     if physical_batch_size is None and sampling.largest_batch < math.inf:
         physical_batch_size = sampling.largest_batch
     elif physical_batch_size is None:
-        share = sampling.batch_size / place()[1]
+        sizes = sampling.batch_sizes
+        share = (sampling.batch_size if sizes is None else sizes.smallest) / place()[1]
         most = min(share + 2 * share**0.5, sampling.num_examples)
         physical_batch_size = per_unit * 8 * int(np.ceil(most / 8))
     physical_batch_size = whole_number(physical_batch_size, "physical_batch_size")

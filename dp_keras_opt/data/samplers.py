@@ -18,7 +18,7 @@ class PoissonSampler:
     """Iterates over the draws of Poisson batches, int64 arrays of indices of examples.
 
     At step t each unit of group t mod groups is drawn independently, with probability
-    `sampling.sampling_probability`. A draw is padded to whole blocks of units, at least one: i
+    `sampling.sampling_probability`, or with B_t/n where the expected sizes change with the step. A draw is padded to whole blocks of units, at least one: i
     stands for example i, and ~i, which is negative, for padding with the values of example i.
 
     Attributes:
@@ -42,12 +42,14 @@ class PoissonSampler:
         # A seeded iteration has a stream of its own: how far an earlier one was prefetched before
         # it was abandoned is a matter of timing, and must not change the draws of this one.
         seeded = None if self.root is None else self.root.spawn(1)[0]
+        passes = self.sampling.passes
+        first = passes.begin() if passes else 0  # the sizes may change with the step
         for step in range(self.steps):
             rng = seeded or numpy_generator()  # nothing that a fork of the process could repeat
-            units = self._draw(rng, self.groups[step % len(self.groups)])
+            units = self._draw(rng, self.groups[step % len(self.groups)], first + step)
             yield rows_of(rng, units, self.examples_of_unit, self.sampling)
 
-    def _draw(self, rng, members):
+    def _draw(self, rng, members, step):
         """The units of one draw, padded with -1.
 
         n independent coins with probability q show heads Binomial(n, q) times and, given that
@@ -55,20 +57,23 @@ class PoissonSampler:
         a uniform subset is the same distribution, without n random numbers a step. What is kept of
         a draw that is cut is a uniform subset of a uniform subset, and so a uniform one.
         """
-        size = self._size(rng, members)
+        size = self._size(rng, members, step)
         size = min(size, self.sampling.max_batch_size or size)
         drawn = members[rng.choice(len(members), size, replace=False, shuffle=False)]
         return in_blocks(drawn, self.block)
 
-    def _size(self, rng, members):
+    def _size(self, rng, members, step):
         """How many are drawn."""
-        return rng.binomial(len(members), self.sampling.sampling_probability)
+        sizes, probability = self.sampling.batch_sizes, self.sampling.sampling_probability
+        if sizes is not None:
+            probability = sizes.sizes(step, 1)[0] / self.sampling.num_examples
+        return rng.binomial(len(members), probability)
 
 
 class WithoutReplacementSampler(PoissonSampler):
     """The same with batches of exactly B units, each a fresh, uniformly random subset of them."""
 
-    def _size(self, rng, members):
+    def _size(self, rng, members, step):
         return self.sampling.batch_size
 
 
@@ -93,7 +98,7 @@ class BallsInBinsSampler:
     def __iter__(self) -> Iterator[np.ndarray]:
         rng = numpy_generator() if self.root is None else self.root.spawn(1)[0]
         assert self.sampling.passes is not None  # for the type checker
-        self.sampling.passes.begun += 1
+        self.sampling.passes.begin()
         here, steps = process(), self.sampling.steps_per_epoch
         bins = rng.integers(steps, size=len(self.units))
         ends = np.cumsum(np.bincount(bins, minlength=steps))

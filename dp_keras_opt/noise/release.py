@@ -49,7 +49,7 @@ def release(
     queries: Sequence[Query],
     sums: Sequence[list[tf.Tensor]],
     *,
-    batch_size: int,
+    batch_size: int | tf.Tensor,
     alpha: float | tf.Tensor,
     source: NoiseSource,
 ) -> list[Released]:
@@ -61,7 +61,7 @@ def release(
         releases: the optimizer's static tuple of `Release`.
         queries: the `Query` of each sum, with its clip norm.
         sums: for each query the clipped sums, one tensor per variable.
-        batch_size: the *expected* batch size B, a public constant.
+        batch_size: the *expected* batch size B of this step, which is public.
         alpha: the noise schedule's factor of this step.
         source: the `NoiseSource` to draw from.
 
@@ -110,7 +110,7 @@ def _noisy(values, scale, noise, divisor=1.0):
 
     def one(value, z):
         exact = tf.cast(value, z.dtype) + tf.cast(scale, z.dtype) * z
-        return tf.cast(exact / divisor, tf.float32)
+        return tf.cast(exact / tf.cast(divisor, z.dtype), tf.float32)
 
     return [one(value, z) for value, z in zip(values, noise, strict=True)]
 

@@ -14,6 +14,7 @@ from keras import ops
 
 from dp_keras_opt import _keras, deprecation
 from dp_keras_opt import noise as noises
+from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.accounting.plan import Plan
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
@@ -61,7 +62,8 @@ class PrivateOptimizer(UpdatesOnce):
     batch_size = Setting(
         settings.batch_size,
         "B, the expected batch size; the noisy sum is divided by it. A public constant, never the "
-        "realised size. None for that of the data, which `fit` and `accounting.calibrate` take.",
+        "realised size. None for that of the data, which `fit` and `accounting.calibrate` take. "
+        "`accounting.BatchSizes`, such as {0: 128, 500: 256}, where it changes.",
         later=True,
     )
     noise_multiplier = Setting(
@@ -239,7 +241,7 @@ class PrivateOptimizer(UpdatesOnce):
     def settle(self, sampling: Sampling, steps: int) -> None:
         """Sets what was left open, for so many steps: batch size, noise and noise schedule."""
         if self.batch_size is None:
-            self.batch_size = sampling.batch_size
+            self.batch_size = sampling.divisor
         if self.noise.is_open:
             self.noise = self.noise.for_run(steps, sampling, self.workload(steps))
         if self.noise_schedule.is_open:
@@ -364,6 +366,13 @@ class PrivateOptimizer(UpdatesOnce):
     def queries(self) -> tuple[Query, ...]:
         """The tuple of `Query` of this step, known before the data is touched; changes nothing."""
         return (self.query(),)
+
+    @property
+    def expected_batch_size(self) -> int | tf.Tensor:
+        """B of this step: a number; where it changes, a float32 scalar."""
+        if isinstance(self.batch_size, BatchSizes):
+            return self.batch_size.at(self.iterations)
+        return self.batch_size
 
     @property
     def _clip_norms(self):

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
+from dp_keras_opt.accounting import batch_sizes
+from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.noise.mechanism import Mechanism
 from dp_keras_opt.noise.schedules import NoiseSchedule
@@ -224,9 +226,9 @@ def noise_multiplier(name: str, value: Any) -> float | None:
     return value
 
 
-def batch_size(name: str, value: Any) -> int | None:
-    """An expected batch size, or None."""
-    return None if value is None else whole_number(value, name, 1, "Give the expected batch size.")
+def batch_size(name: str, value: Any) -> int | BatchSizes | None:
+    """An expected batch size, or `BatchSizes`, or None."""
+    return None if value is None else batch_sizes.resolve(name, value, "It is the expected size.")
 
 
 def seed(name: str, value: Any) -> int | None:

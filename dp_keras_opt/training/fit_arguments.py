@@ -100,13 +100,13 @@ def check_beside(batches: Batches, call: FitArguments) -> None:
         "validation_split": "which examples are drawn is settled already. Split the arrays before "
         "you make the batches, and pass validation_data=(x, y)",
         "batch_size": "the batches were drawn for an expected size of "
-        f"{batches.sampling.batch_size}. Change it there and in the optimizer; rows that are "
+        f"{batches.sampling.divisor}. Change it there and in the optimizer; rows that are "
         "processed at once are compile(physical_batch_size=...)",
     }
     weighs = isinstance(batches.dataset, tf.data.Dataset | keras.utils.PyDataset)  # Keras does
     honoured = {
         "validation_split": not call.validation_split,
-        "batch_size": call.batch_size == batches.sampling.batch_size,
+        "batch_size": call.batch_size == batches.sampling.divisor,
         "class_weight": weighs and not (sampler or weighted),
     }
     for argument, reason in instead.items():

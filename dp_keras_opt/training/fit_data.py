@@ -13,6 +13,7 @@ from keras import tree
 from dp_keras_opt import data, workers
 from dp_keras_opt._keras import train_validation_split
 from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.sampling import BallsInBins, Shuffled
 from dp_keras_opt.data import Batches
@@ -74,6 +75,12 @@ def take(call: FitArguments, model: Any) -> Taken:
     fit_arguments.check_steps(batches, call.steps_per_epoch, endless=is_replicated)  # `distributed`
     call.steps_per_epoch = call.steps_per_epoch or batches.steps_per_epoch
     if is_replicated:
+        if batches.sampling.batch_sizes is not None:
+            raise ValueError(
+                "Batches of several replicas are drawn ahead, over the end of an epoch, where it "
+                "is not known yet with which step the next one begins: their expected size cannot "
+                f"change; received {batches.sampling.batch_sizes}. Use one size, or one replica."
+            )
         if call.steps_per_epoch is None:
             raise ValueError(
                 "Several replicas need to know how many batches an epoch has: pass "
@@ -89,7 +96,7 @@ def take(call: FitArguments, model: Any) -> Taken:
         length = min(-(-call.steps_per_epoch // at_once) * at_once, length)
     sampling, block = batches.sampling, batches.physical_batch_size
     # Of one iteration of a sampler of this library, which is not repeated.
-    pass_length = sampling.period if sampling.passes and not is_replicated else None
+    pass_length = sampling.period if sampling.draws_passes and not is_replicated else None
     return Taken(sampling, batches.order_seed, length, block, pass_length, is_chosen)
 
 
@@ -142,6 +149,11 @@ def _sampling_of_arrays(call, optimizer):
         raise ValueError(
             "steps_per_epoch with arrays would use an example twice in what is accounted as one "
             "epoch. Leave it out, or use dp_keras_opt.data.poisson_batches."
+        )
+    if isinstance(optimizer.batch_size, BatchSizes):
+        raise ValueError(
+            f"batch_size={optimizer.batch_size} of the optimizer is for Poisson sampling: pass "
+            "dp_keras_opt.data.poisson_batches((x, y), batch_size) to fit, and not arrays."
         )
     call.batch_size = call.batch_size or optimizer.batch_size or _KERAS_BATCH_SIZE
     if call.validation_split and call.validation_data is None:

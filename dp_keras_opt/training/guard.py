@@ -82,6 +82,7 @@ class PrivacyGuard:
         self._ledger = Ledger()
         self._process = entropy.process()
         self._passes_begun = 0
+        self._entered = 0  # the step before which it was asked last
         self._warned_of: Any = None  # the plan that a warning spoke of
 
     @property
@@ -133,6 +134,7 @@ class PrivacyGuard:
         if before is not None and before.examples_per_unit != sampling.examples_per_unit:
             model.train_function = None  # to be traced anew: tracing checks the batches against it
         self.sampling, self.order_seed = sampling, order_seed
+        self._place_next_pass(model.optimizer)
         self.ledger(model).close()
 
     # Around the train function.
@@ -196,15 +198,15 @@ class PrivacyGuard:
             self._ledger.close()
             self._process = entropy.process()
         self.history.gather_again(self._ledger, model.weights)
-        self._notice_new_pass()
+        self._notice_new_pass(optimizer)
         self.begin_run(model)
         self.history.record(self._ledger, self.run, model)
         segment = self._ledger.current
-        if segment.schedule.length is not None and segment.last_step != steps_taken(optimizer):
+        if segment.changes and segment.last_step != steps_taken(optimizer):
             raise ValueError(
-                f"The optimizer's step counter was set to {steps_taken(optimizer)}, but the noise "
-                f"schedule is accounted up to step {segment.last_step}. Leave the counter alone, "
-                "or compile again with a new optimizer."
+                f"The optimizer's step counter was set to {steps_taken(optimizer)}, but its "
+                f"{segment.changes} is accounted up to step {segment.last_step}. Leave the counter "
+                "alone, or compile again with a new optimizer."
             )
         if not self.affords(steps):
             if self.progress is None:
@@ -224,18 +226,36 @@ class PrivacyGuard:
         current = self._ledger.current
         return min(steps, length - current.steps % length) if length and current else steps
 
-    def _notice_new_pass(self):
+    def _notice_new_pass(self, optimizer):
         """Ends the segment where the data were begun anew within a pass: another draw, to be paid.
 
         In `fit` that cannot be: there Keras begins anew only where the data have come to their end,
         and the first batch is drawn after this.
+
+        Raises:
+            ValueError: the sizes of the batches were drawn as those of other steps.
         """
         passes = self.sampling and self.sampling.passes
         begun = passes.begun if passes else 0
         current = self._ledger.current
-        if begun != self._passes_begun and not self.is_fitting and current and current.breaks_off:
-            self._ledger.close()
-        self._passes_begun = begun
+        now = steps_taken(optimizer)
+        if begun != self._passes_begun:
+            if self.sampling.batch_sizes and passes.first_step not in (self._entered, now):
+                raise ValueError(
+                    f"The batches were drawn with the expected sizes from step {passes.first_step} "
+                    f"on, but the optimizer has taken {now} steps. Set model.sampling to that of "
+                    "the batches first, then iterate over them anew."
+                )
+            if not self.is_fitting and current and current.breaks_off:
+                self._ledger.close()
+        self._passes_begun, self._entered = begun, now
+        self._place_next_pass(optimizer)
+
+    def _place_next_pass(self, optimizer):
+        """Tells the batches with which step of the training their next pass begins."""
+        passes = self.sampling and self.sampling.passes
+        if passes:
+            passes.next_step = steps_taken(optimizer)
 
     def begin_run(self, model: Any) -> None:
         """Opens a segment of the ledger for the next steps, where none is open.
@@ -299,6 +319,7 @@ class PrivacyGuard:
                 "Did something set its step counter?"
             )
         self._ledger.settle(reserved, executed)
+        self._place_next_pass(optimizer)
         if self.progress is not None:
             self.progress.passes += executed < reserved
             self.progress.to_run = max(self.progress.to_run - executed, 0)

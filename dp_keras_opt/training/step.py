@@ -60,7 +60,7 @@ def train_step(model, sums_of_all):
         optimizer.releases,
         queries,
         sums,
-        batch_size=optimizer.batch_size,
+        batch_size=optimizer.expected_batch_size,
         alpha=optimizer.noise_schedule.alpha(optimizer.iterations),
         source=optimizer.noise_source,
     )

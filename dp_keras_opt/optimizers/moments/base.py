@@ -26,6 +26,7 @@ class Rule(Protocol):
         iterations: the number of steps done.
         linear: whether v̂ is linear in the squares that v took in.
         clip_norm, batch_size, noise_multiplier, noise: its settings.
+        expected_batch_size: B of this step.
         second_moments: the variables that hold v, one per trainable variable.
         geometry_moments: those whose values the geometry is made of.
     """
@@ -35,6 +36,7 @@ class Rule(Protocol):
     linear: Any
     clip_norm: Any
     batch_size: Any
+    expected_batch_size: Any
     noise_multiplier: Any
     noise: Any
     second_moments: Any

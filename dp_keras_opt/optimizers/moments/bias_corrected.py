@@ -79,7 +79,7 @@ class BiasCorrected(SecondMoment):
         """
         if self.floor is None:
             return rule.epsilon
-        sigma, bound, size = rule.noise_multiplier, rule.clip_norm, rule.batch_size
+        sigma, bound, size = rule.noise_multiplier, rule.clip_norm, rule.expected_batch_size
         if sigma is None or size is None:
             raise ValueError(
                 "BiasCorrected(floor=...) is a multiple of the noise in one coordinate, σC/B. Set "
@@ -87,7 +87,7 @@ class BiasCorrected(SecondMoment):
                 "dp_keras_opt.accounting.calibrate."
             )
         noise = sigma * bound / size if sigma else 0.0  # 0, too, where the bound is infinite
-        return max(self.floor * noise, rule.epsilon)
+        return ops.maximum(self.floor * noise, rule.epsilon)
 
     def get_config(self) -> dict[str, Any]:
         return {"floor": self.floor}
