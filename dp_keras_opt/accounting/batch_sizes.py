@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
 
@@ -95,12 +94,6 @@ class BatchSizes:
         firsts, sizes = np.array(self.stages, np.int64).T
         at = np.arange(start, start + steps)
         return sizes[np.searchsorted(firsts, at, side="right") - 1]
-
-    def at(self, step: Any) -> tf.Tensor:
-        """B of one step, a float32 scalar (for the graph; `step` may be a tensor)."""
-        firsts, sizes = np.array(self.stages, np.int64).T
-        begun = tf.cast(tf.cast(tf.convert_to_tensor(step), tf.int64) >= firsts, tf.int32)
-        return tf.gather(tf.constant(sizes, tf.float32), tf.reduce_sum(begun) - 1)
 
     def __str__(self) -> str:
         if len(self.stages) > 6:

@@ -144,9 +144,10 @@ def plan_noise(
     choices, refused = [], []
     for each in samplings or _samplings(sampling, _steps(sampling, steps, epochs), max_buffers):
         length = _steps(each, steps, epochs)
-        workload = optimizer.workload(length).within(horizon)
+        plain = _with_noise(optimizer, "gaussian", each.divisor)
+        workload = plain.workload(length).within(horizon)
         (option, *_) = planner.options(each, length, workload, max_buffers)
-        noisy = _with_noise(optimizer, option.mechanism, each.batch_size)
+        noisy = _with_noise(optimizer, option.mechanism, each.divisor)
         try:
             sigma = calibrate(noisy, each, length, epsilon, delta, accountant)
         except ValueError as refusal:
@@ -205,7 +206,7 @@ def _samplings(sampling, steps, max_buffers):
         "unit": sampling.unit,
         "examples_per_unit": sampling.examples_per_unit,
     }
-    if size == n:
+    if size == n or sampling.batch_sizes is not None:
         return [sampling]
     found = [Sampling.poisson(n, size, **named)]
     most = planner.MOST_BANDS if max_buffers is None else max_buffers + 1

@@ -112,7 +112,7 @@ def inclusion_estimates(
             used = [i for i in indices if gradients[i] is not None]
             inner += clip * sum(gradients[i].inner(scale[i] * answer.value[i]) for i in used)
             power += (clip * length) ** 2
-        size = optimizer.batch_size
+        size = optimizer.expected_batch_size
         estimates.append(size * tf.math.divide_no_nan(inner, power))
         stds.append(size * answer.noise_std * tf.math.rsqrt(power))
     return tf.stack(estimates), tf.stack(stds)

@@ -142,7 +142,8 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
 
     Raises:
         TypeError: if `sampling` is no `Sampling`, or `data` are no batches, or are `Batches`.
-        ValueError: if all batches are of one size, and `sampling` states another.
+        ValueError: if all batches are of one size, and `sampling` states another; if it is that of
+            batches whose sizes change.
     """
     if not isinstance(sampling, Sampling):
         raise TypeError(
@@ -159,6 +160,12 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
             "keras.utils.PyDataset, a generator, or a DataLoader of PyTorch or grain. Received: "
             f"{type(data).__name__}. For one pass over an iterable of batches, give "
             "(batch for batch in data). For arrays, use `dp.data.poisson_batches`."
+        )
+    if sampling.passes and sampling.batch_sizes:
+        raise ValueError(
+            "`sampling` belongs to batches whose expected sizes follow the steps of their own "
+            "passes. Pass those batches to fit, changed by their map where need be, or state "
+            "Sampling.poisson(num_examples, batch_sizes) of batches of your own."
         )
     workers = place()[1]
     size = _fixed_batch_size(data)

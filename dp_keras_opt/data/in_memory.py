@@ -109,17 +109,17 @@ def poisson_batches(
     arXiv:2508.15089.
     """
     examples, n = arrays.examples(data, class_weight, max_bytes)
-    batch_size = _size_or_sizes(batch_size, n, "example")
+    size = _size_or_sizes(batch_size, n, "example")
     if max_batch_size is None:
-        sampling = Sampling.poisson(n, batch_size, adjacency or "add_or_remove_one", unit=unit)
-    elif isinstance(batch_size, BatchSizes):
+        sampling = Sampling.poisson(n, size, adjacency or "add_or_remove_one", unit=unit)
+    elif isinstance(size, BatchSizes):
         raise ValueError(
             f"max_batch_size={max_batch_size} cuts draws of one expected size; received "
-            f"batch_size={batch_size}. Leave out one of the two."
+            f"batch_size={size}. Leave out one of the two."
         )
     else:
         sampling = Sampling.truncated_poisson(
-            n, batch_size, max_batch_size, adjacency or "zero_out", unit=unit
+            n, size, max_batch_size, adjacency or "zero_out", unit=unit
         )
         _need_one_worker("max_batch_size cuts")
     root = _root("poisson_batches", seed)
@@ -185,9 +185,7 @@ def poisson_users(
         "poisson_users", data, users, examples_per_user, class_weight, max_bytes
     )
     sizes = _size_or_sizes(batch_size, n, "user")
-    sampling = Sampling.poisson(
-        n, sizes, adjacency, unit=unit, examples_per_unit=examples_per_user
-    )
+    sampling = Sampling.poisson(n, sizes, adjacency, unit=unit, examples_per_unit=examples_per_user)
     root = _root("poisson_users", seed)
     everyone = [np.arange(n)]
     return _drawn_afresh(

@@ -18,8 +18,9 @@ class PoissonSampler:
     """Iterates over the draws of Poisson batches, int64 arrays of indices of examples.
 
     At step t each unit of group t mod groups is drawn independently, with probability
-    `sampling.sampling_probability`, or with B_t/n where the expected sizes change with the step. A draw is padded to whole blocks of units, at least one: i
-    stands for example i, and ~i, which is negative, for padding with the values of example i.
+    `sampling.sampling_probability`, or with B_t/n where the expected sizes change with the step. A
+    draw is padded to whole blocks of units, at least one: i stands for example i, and ~i, which is
+    negative, for padding with the values of example i.
 
     Attributes:
         sampling: the `Sampling` that is drawn.

@@ -255,7 +255,8 @@ class PrivateOptimizer(UpdatesOnce):
         """How the weights add the gradients of so many steps up, as far as that is public.
 
         Adam's first moment counts as momentum; a second moment is not known beforehand. Decoupled
-        weight decay at a constant learning rate has the weights forget.
+        weight decay at a constant learning rate has the weights forget. A batch size that changes
+        makes the noise of a step larger or smaller, as its learning rate does.
         """
         rule = self._rule()
         momentum = getattr(rule, "momentum", None)
@@ -267,7 +268,11 @@ class PrivateOptimizer(UpdatesOnce):
         elif rule.weight_decay:
             horizon = max(1.0, 1 / (float(rule.learning_rate) * rule.weight_decay))
         is_nesterov = bool(getattr(rule, "nesterov", False))
-        return noises.Workload(momentum or 0.0, is_nesterov, rates, horizon)
+        found = noises.Workload(momentum or 0.0, is_nesterov, rates, horizon)
+        if isinstance(self.batch_size, BatchSizes):
+            sizes = self.batch_size.sizes(0, steps)
+            found = found.at_levels(self.batch_size.largest / sizes)
+        return found
 
     def _need_settled(self) -> None:
         """Refuses to go on while something is left open.
@@ -370,9 +375,11 @@ class PrivateOptimizer(UpdatesOnce):
     @property
     def expected_batch_size(self) -> int | tf.Tensor:
         """B of this step: a number; where it changes, a float32 scalar."""
-        if isinstance(self.batch_size, BatchSizes):
-            return self.batch_size.at(self.iterations)
-        return self.batch_size
+        if not isinstance(self.batch_size, BatchSizes):
+            return self.batch_size
+        firsts, sizes = zip(*self.batch_size.stages, strict=True)
+        begun = ops.count_nonzero(ops.cast(self.iterations, "int64") >= ops.array(firsts, "int64"))
+        return ops.take(ops.array(sizes, "float32"), begun - 1)
 
     @property
     def _clip_norms(self):
@@ -567,6 +574,8 @@ class PrivateOptimizer(UpdatesOnce):
         value = getattr(self, name)
         if isinstance(value, tuple):
             return list(value)
+        if isinstance(value, BatchSizes):
+            return [list(stage) for stage in value.stages]
         plain = value is None or isinstance(value, bool | int | float | str | dict)
         return value if plain else keras.saving.serialize_keras_object(value)
 

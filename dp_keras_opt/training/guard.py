@@ -191,9 +191,16 @@ class PrivacyGuard:
 
         Raises:
             PrivacyBudgetError: the budget does not afford them, outside of `fit`.
-            ValueError: the noise schedule would not go on where it stopped.
+            ValueError: the noise schedule would not go on where it stopped; batch sizes change,
+                outside of `fit`.
         """
         optimizer = model.optimizer
+        if not self.is_fitting and self.sampling and self.sampling.batch_sizes:
+            raise ValueError(
+                "An expected batch size that changes needs fit, which takes every batch in its "
+                "turn: here one could be left out, and the next be drawn with another probability "
+                "than is accounted. Call fit, or use one batch_size."
+            )
         if self._process != entropy.process():  # the process that it forked from has the run
             self._ledger.close()
             self._process = entropy.process()
@@ -239,12 +246,13 @@ class PrivacyGuard:
         begun = passes.begun if passes else 0
         current = self._ledger.current
         now = steps_taken(optimizer)
-        if begun != self._passes_begun:
+        if passes and begun != self._passes_begun:
+            # A pass begins before a step, or with the first batch that the step asks for.
             if self.sampling.batch_sizes and passes.first_step not in (self._entered, now):
                 raise ValueError(
                     f"The batches were drawn with the expected sizes from step {passes.first_step} "
-                    f"on, but the optimizer has taken {now} steps. Set model.sampling to that of "
-                    "the batches first, then iterate over them anew."
+                    f"on, but the optimizer has taken {now} steps. Pass the batches to fit as they "
+                    "were made."
                 )
             if not self.is_fitting and current and current.breaks_off:
                 self._ledger.close()

@@ -238,7 +238,7 @@ def test_a_floor_waits_for_the_noise():
         least(optimizer)
     sampling = dp.accounting.Sampling.poisson(1000, 50)
     sigma = dp.accounting.calibrate(optimizer, sampling, 20, epsilon=3.0, delta=1e-5)
-    assert least(optimizer) == pytest.approx(sigma * 2.0 / 50)
+    assert float(least(optimizer)) == pytest.approx(sigma * 2.0 / 50)
     optimizer.epsilon = 10.0  # the larger of the two
     assert least(optimizer) == 10.0
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(source))

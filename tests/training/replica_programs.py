@@ -231,6 +231,11 @@ def what_cannot_be_is_refused(strategy):
         refused("Make both within", lambda: make(lambda: outside))
         refused("Leave jit_compile out", lambda: make(optimizer(), jit_compile=True))
     refused("Several replicas need Batches", lambda: model.fit(X, Y, shuffle=False, verbose=0))
+    sizes = {0: BATCH, 3: 2 * BATCH}
+    with strategy.scope():
+        staged = make(optimizer(batch_size=sizes))
+    growing = dp.data.poisson_batches((X, Y), sizes)
+    refused("their expected size cannot change", lambda: staged.fit(growing, verbose=0))
     refused("same batch to every replica", lambda: model.train_on_batch(X, Y))
     assert model.ledger.steps == 0
 

@@ -71,7 +71,7 @@ class BiasCorrected(SecondMoment):
     def root(self, rule: Rule, v_hat: tf.Tensor) -> tf.Tensor:
         return ops.sqrt(ops.maximum(v_hat, self._least_root(rule) ** 2))
 
-    def _least_root(self, rule: Rule) -> float:
+    def _least_root(self, rule: Rule) -> float | tf.Tensor:
         """f: what a step is divided by at least.
 
         Raises:
