@@ -23,6 +23,18 @@ LearningRate: TypeAlias = (
     float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], Any]
 )
 
+
+class StepSchedule(Protocol):
+    """A `keras.optimizers.schedules.LearningRateSchedule`; Keras has no types."""
+
+    def __call__(self, step: Any) -> Any: ...
+
+    def get_config(self) -> dict[str, Any]: ...
+
+
+#: What bounds an example's gradient: a number, or a schedule of the step.
+ClipNorm: TypeAlias = float | StepSchedule
+
 Path: TypeAlias = os.PathLike[str] | str
 
 

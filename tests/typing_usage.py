@@ -55,16 +55,17 @@ def trained(model: keras.Model, optimizer: dp.optimizers.PrivateOptimizer, train
 
 def others() -> None:
     schedule = dp.noise.schedules.allocate(np.ones(10), dp.noise.Laplace())
+    bounds = keras.optimizers.schedules.CosineDecay(1.0, 9)
     optimizers: list[dp.optimizers.PrivateOptimizer] = [
         dp.optimizers.DPSGD(0.1, momentum=0.9, clip_norm=1, batch_size=8, noise_multiplier=1),
         dp.optimizers.DP2RMSprop(delay=(10, 20), clip_norm=1, adaptive_clip_norm=2, batch_size=8),
         dp.optimizers.DPOptimizer("lion", clip_norm=1.0, batch_size=8, noise_schedule=schedule),
         dp.optimizers.get("DPYogi", clip_norm=1.0, batch_size=8),
+        dp.optimizers.DPAdam(clip_norm=bounds, batch_size={0: 8, 3: 9}),
     ]
     for each in optimizers:
         set_later: float | None = each.noise_multiplier
-        clip_norm: float = each.clip_norm
-        print(set_later, clip_norm, each.calibrated_for)
+        print(set_later, each.clip_norm, each.calibrated_for)
     make: Callable[[int, int], dp.noise.Mechanism] = dp.noise.BandedMatrix
     print(make(10, 2).std(0))
     contractions, gains = dp.theory.nesterov_recursion(0.1, 1.0, 0.5, 100)

@@ -11,9 +11,6 @@ import numpy as np
 
 from dp_keras_opt.checks import whole_number
 
-#: What is taken as `batch_size`: one, or that of each stage by the step with which it begins.
-BatchSizeLike: TypeAlias = "int | BatchSizes | Mapping[int, int] | Sequence[Sequence[int]]"
-
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
@@ -99,6 +96,10 @@ class BatchSizes:
         if len(self.stages) > 6:
             return f"{len(self.stages)} stages of {self.smallest} to {self.largest}"
         return ", ".join(f"{size} from step {first} on" for first, size in self.stages)
+
+
+#: What is taken as `batch_size`: one, or that of each stage by the step with which it begins.
+BatchSizeLike: TypeAlias = int | BatchSizes | Mapping[int, int] | Sequence[Sequence[int]]
 
 
 def resolve(name: str, value: Any, fix: str, maximum: int | None = None) -> int | BatchSizes:

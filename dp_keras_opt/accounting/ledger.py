@@ -21,7 +21,7 @@ from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
-from dp_keras_opt.accounting.segment import Segment
+from dp_keras_opt.accounting.segment import Segment, stated
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.noise.mechanism import Release
@@ -137,7 +137,7 @@ class Ledger:
         releases: Sequence[Release],
         sampling: Sampling,
         schedule: schedules.NoiseSchedule | None = None,
-        clip_norm: float | None = None,
+        clip_norm: Any = None,
         first_step: int = 0,
         run: str | None = None,
         selection: RandomRepetitions | None = None,
@@ -149,7 +149,7 @@ class Ledger:
             releases: tuple of `dp_keras_opt.noise.Release`.
             sampling: the `Sampling` of the batches to come.
             schedule: noise schedule, None for constant noise.
-            clip_norm: C, for the statement.
+            clip_norm: C, or its schedule, for the statement.
             first_step: place of the next step in the schedule.
             run: name of the segment, if several processes record the same one; default: fresh.
             selection: None, or the `RandomRepetitions` of which this run was the best.
@@ -170,7 +170,7 @@ class Ledger:
             releases=tuple(releases),
             schedule=schedules.get(schedule),
             sampling=sampling,
-            clip_norm=clip_norm,
+            clip_norm=stated(clip_norm),
             first_step=first_step,
             selection=selection,
             plan=plan,

@@ -197,7 +197,10 @@ def _training(segment, place, segments):
     alphas = segment.schedule.alphas(segment.first_step, min(segment.steps, 10**6))
     if alphas.min() != alphas.max():
         noises += f" times schedule factors from {alphas.min():.4g} to {alphas.max():.4g}"
-    clipping = "" if segment.clip_norm is None else f", clip norm C = {segment.clip_norm:.6g}"
+    if isinstance(segment.clip_norm, str):
+        clipping = f", clip norm C that changes with the step, {segment.clip_norm}"
+    else:
+        clipping = "" if segment.clip_norm is None else f", clip norm C = {segment.clip_norm:.6g}"
     selection = f" {segment.selection.describe()}" if segment.selection else ""
     changes = sampling.batch_sizes is not None
     size = "B that changes with the step" if changes else f"B = {sampling.batch_size}"

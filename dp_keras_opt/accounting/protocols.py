@@ -22,8 +22,8 @@ class Optimizer(Protocol):
     plan: Any
 
     @property
-    def clip_norm(self) -> float:
-        """C."""
+    def clip_norm(self) -> Any:
+        """C, or its schedule."""
 
     @property
     def noise_schedule(self) -> NoiseSchedule:

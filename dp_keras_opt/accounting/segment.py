@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 
 import numpy as np
 
@@ -17,6 +18,13 @@ from dp_keras_opt.noise.schedules import Constant, NoiseSchedule
 _UNKNOWN = "unknown"
 
 
+def stated(clip_norm):
+    """A clip norm as ledgers keep it: a number, or a schedule in words."""
+    if clip_norm is None:
+        return None
+    return float(clip_norm) if isinstance(clip_norm, numbers.Real) else str(clip_norm)
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """Consecutive steps that share their releases, noise schedule and sampling.
@@ -26,7 +34,8 @@ class Segment:
         releases: tuple of `dp_keras_opt.noise.Release`, what each step publishes.
         schedule: `NoiseSchedule`; step t of the segment has factor α_(first_step + t).
         sampling: the `Sampling` of the batches.
-        clip_norm: C, for the statement only; None where there is not one.
+        clip_norm: C, for the statement only; in words where it changes with the step, None where
+            there is not one.
         first_step: place of the segment's first step in the schedule.
         steps: number of steps.
         selection: None, or the `RandomRepetitions` of runs like this one of which it was the best.
@@ -41,7 +50,7 @@ class Segment:
     releases: tuple
     schedule: NoiseSchedule
     sampling: Sampling
-    clip_norm: float | None = None
+    clip_norm: float | str | None = None
     first_step: int = 0
     steps: int = 0
     selection: RandomRepetitions | None = None
@@ -169,7 +178,6 @@ class Segment:
             "releases": releases,
             "schedule": self.schedule.to_json(),
             "sampling": self.sampling.get_config(),
-            "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
             "selection": self.selection and dataclasses.asdict(self.selection),
             "planned": _UNKNOWN if self.planned == math.inf else self.planned,
             "after": [list(state) for state in self.after],

@@ -7,12 +7,13 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer, debiased
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import running_mean
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -50,8 +51,8 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
         epsilon: float = 1e-7,
         amsgrad: bool = False,
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         second_moment: SecondMomentLike = "post_processing",
         noise: NoiseLike = "gaussian",

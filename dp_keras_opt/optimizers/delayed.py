@@ -15,9 +15,10 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise.mechanism import Release
-from dp_keras_opt.optimizers import settings
+from dp_keras_opt.optimizers import clip_norms, settings
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.recursions import bounded_step, running_mean, running_sum
 from dp_keras_opt.optimizers.settings import (
@@ -26,7 +27,7 @@ from dp_keras_opt.optimizers.settings import (
     NoiseScheduleLike,
     Setting,
 )
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.clipping.query import Query
@@ -66,7 +67,7 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     """
 
     adaptive_clip_norm = Setting(
-        settings.clip_norm, "C2 of the adaptive phase, for preconditioned gradients."
+        clip_norms.resolve, "C2 of the adaptive phase, for preconditioned gradients."
     )
     delay = Setting(_delay, "(s1, s2), lengths of the phases in steps; one number for both.")
     subtract_noise = Setting(
@@ -90,11 +91,11 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
         epsilon: float = 1e-7,
         delay: int | Sequence[int] = 100,
         *,
-        adaptive_clip_norm: float,
+        adaptive_clip_norm: ClipNorm,
         subtract_noise: bool = False,
         ablation: _Ablation | None = None,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,
@@ -165,7 +166,8 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
 
     def queries(self) -> tuple[Query, ...]:
         adaptive, _ = self._phase
-        clip_norm = ops.where(adaptive, self.adaptive_clip_norm, self.clip_norm)
+        adaptive_bound = clip_norms.at(self.adaptive_clip_norm, self.iterations)
+        clip_norm = ops.where(adaptive, adaptive_bound, self.current_clip_norm)
         if self.ablation == "noise_before_preconditioning":
             return (self.query(clip_norm=clip_norm),)
         preconditioned = self.query(self._geometry(adaptive), clip_norm)
@@ -299,11 +301,11 @@ class DP2RMSprop(DelayedPreconditioner):
         delay: int | Sequence[int] = 100,
         *,
         rho: float = 0.9,
-        adaptive_clip_norm: float,
+        adaptive_clip_norm: ClipNorm,
         subtract_noise: bool = False,
         ablation: _Ablation | None = None,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

@@ -4,11 +4,12 @@ from typing import Any
 
 import keras
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.adam import DPAdam
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -52,8 +53,8 @@ class DPGaLore(DPAdam):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         amsgrad: bool = False,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         second_moment: SecondMomentLike = "post_processing",
         noise: NoiseLike = "gaussian",

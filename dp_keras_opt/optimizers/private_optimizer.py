@@ -14,14 +14,15 @@ from keras import ops
 
 from dp_keras_opt import _keras, deprecation
 from dp_keras_opt import noise as noises
-from dp_keras_opt.accounting.batch_sizes import BatchSizes
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.plan import Plan
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.noise.secure import SecureNoiseSource
 from dp_keras_opt.noise.source import NoiseSource
-from dp_keras_opt.optimizers import filters, settings
+from dp_keras_opt.optimizers import clip_norms, filters, settings
 from dp_keras_opt.optimizers import projection as projections
+from dp_keras_opt.optimizers.clip_norms import ClipNormSchedule
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.settings import (
     FilterLike,
@@ -30,7 +31,7 @@ from dp_keras_opt.optimizers.settings import (
     Setting,
 )
 from dp_keras_opt.optimizers.updates_once import UpdatesOnce
-from dp_keras_opt.types import ClippingStyle
+from dp_keras_opt.types import ClipNorm, ClippingStyle
 
 if TYPE_CHECKING:
     from dp_keras_opt.accounting.sampling import Sampling
@@ -55,9 +56,11 @@ class PrivateOptimizer(UpdatesOnce):
     """
 
     clip_norm = Setting(
-        settings.clip_norm,
+        clip_norms.resolve,
         "C > 0, the bound on the norm of each example's gradient: L2 for Gaussian noise, L1 for "
-        "Laplace noise. `math.inf` only together with noise_multiplier=0, which gives no privacy.",
+        "Laplace noise. A Keras `LearningRateSchedule` where it changes with the step, which must "
+        "not look at the data. `math.inf` only together with noise_multiplier=0, which gives no "
+        "privacy.",
     )
     batch_size = Setting(
         settings.batch_size,
@@ -135,8 +138,8 @@ class PrivateOptimizer(UpdatesOnce):
     def __init__(
         self,
         *args: Any,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,
@@ -255,8 +258,8 @@ class PrivateOptimizer(UpdatesOnce):
         """How the weights add the gradients of so many steps up, as far as that is public.
 
         Adam's first moment counts as momentum; a second moment is not known beforehand. Decoupled
-        weight decay at a constant learning rate has the weights forget. A batch size that changes
-        makes the noise of a step larger or smaller, as its learning rate does.
+        weight decay at a constant learning rate has the weights forget. Clip norms and batch sizes
+        that change make the noise of a step larger or smaller, as its learning rate does.
         """
         rule = self._rule()
         momentum = getattr(rule, "momentum", None)
@@ -272,6 +275,9 @@ class PrivateOptimizer(UpdatesOnce):
         if isinstance(self.batch_size, BatchSizes):
             sizes = self.batch_size.sizes(0, steps)
             found = found.at_levels(self.batch_size.largest / sizes)
+        if isinstance(self.clip_norm, ClipNormSchedule):
+            bounds = self.clip_norm.values(0, steps)
+            found = found.at_levels(bounds / bounds.max())
         return found
 
     def _need_settled(self) -> None:
@@ -365,7 +371,7 @@ class PrivateOptimizer(UpdatesOnce):
         """A query with this optimizer's bound and style, in the geometry `scale`."""
         if scale is not None:  # clipping works in float32, whatever the variables are
             scale = [tf.cast(part, tf.float32) for part in scale]
-        clip_norm = self.clip_norm if clip_norm is None else clip_norm
+        clip_norm = self.current_clip_norm if clip_norm is None else clip_norm
         return Query(scale, clip_norm, self.noise.norm, self.clipping, self.normalize)
 
     def queries(self) -> tuple[Query, ...]:
@@ -382,9 +388,24 @@ class PrivateOptimizer(UpdatesOnce):
         return ops.take(ops.array(sizes, "float32"), begun - 1)
 
     @property
+    def current_clip_norm(self) -> float | tf.Tensor:
+        """C of this step: a number; where it changes, a float32 scalar."""
+        return clip_norms.at(self.clip_norm, self.iterations)
+
+    @property
     def _clip_norms(self):
         """All bounds that `queries` uses."""
         return (self.clip_norm,)
+
+    def check_clip_norms(self, start: int, steps: int) -> None:
+        """Refuses bounds that are none at one of the steps from `start` on.
+
+        Raises:
+            ValueError: naming the first such step.
+        """
+        for bound in self._clip_norms:
+            if isinstance(bound, ClipNormSchedule):
+                bound.check(start, steps)
 
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         """The static tuple of `Release` of every step, at this overall noise multiplier."""
@@ -404,7 +425,7 @@ class PrivateOptimizer(UpdatesOnce):
                 "delta=...), or train by fit with a PrivacyBudget, which finds it."
             )
         self._need_settled()
-        unbounded = any(math.isinf(bound) for bound in self._clip_norms)
+        unbounded = math.inf in self._clip_norms
         if unbounded and (self.noise_multiplier > 0 or self.normalize):
             raise ValueError(
                 "An infinite clip_norm bounds nothing and allows only noise_multiplier=0 without "
@@ -576,6 +597,8 @@ class PrivateOptimizer(UpdatesOnce):
             return list(value)
         if isinstance(value, BatchSizes):
             return [list(stage) for stage in value.stages]
+        if isinstance(value, ClipNormSchedule):
+            return value.get_config()
         plain = value is None or isinstance(value, bool | int | float | str | dict)
         return value if plain else keras.saving.serialize_keras_object(value)
 

@@ -6,12 +6,13 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import running_mean
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -45,8 +46,8 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         momentum: float = 0.0,
         epsilon: float = 1e-7,
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         second_moment: SecondMomentLike = "post_processing",
         noise: NoiseLike = "gaussian",

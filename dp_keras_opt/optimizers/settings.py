@@ -20,6 +20,7 @@ from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.noise.mechanism import Mechanism
 from dp_keras_opt.noise.schedules import NoiseSchedule
+from dp_keras_opt.optimizers.clip_norms import bound
 from dp_keras_opt.optimizers.filters import Filter
 from dp_keras_opt.types import ClippingStyle
 
@@ -179,9 +180,6 @@ def _shown(default):
 
 # Checks.
 
-#: Beyond them, squares of the gradients that they bound leave the range of float32.
-_LEAST_CLIP_NORM, _MOST_CLIP_NORM = 1e-12, 1e18
-
 
 def number(name: str, value: Any) -> float:
     """`value` as a float, infinities included."""
@@ -195,25 +193,6 @@ def positive(name: str, value: Any) -> float:
     if not (is_number(value) and 0 < value < math.inf):
         raise ValueError(f"{name} must be positive and finite, received {value!r}.")
     return float(value)
-
-
-def clip_norm(name: str, value: Any) -> float:
-    """A bound on a norm for which float32 suffices; infinity included."""
-    value = number(name, value)
-    if value <= 0:
-        raise ValueError(f"{name} must be positive, received {value}.")
-    if value < _LEAST_CLIP_NORM:
-        raise ValueError(
-            f"{name}={value} is too small for the squares of float32 gradients, which would count "
-            f"as 0: norms would not be bounded. Use at least {_LEAST_CLIP_NORM}, and scale the "
-            "learning rate instead."
-        )
-    if _MOST_CLIP_NORM < value < math.inf:
-        raise ValueError(
-            f"{name}={value} is too large: gradients and noise of that size leave the range of "
-            f"float32. Use at most {_MOST_CLIP_NORM}."
-        )
-    return value
 
 
 def noise_multiplier(name: str, value: Any) -> float | None:
@@ -250,7 +229,7 @@ def one_of(*allowed: Any) -> Callable[[str, Any], Any]:
 def clipping_style(name: str, value: Any) -> ClippingStyle:
     """ "flat", "per_layer", or proportions of the bounds by layer."""
     if isinstance(value, dict) and value:
-        shares = {str(layer): clip_norm(f"{name}[{layer!r}]", v) for layer, v in value.items()}
+        shares = {str(layer): bound(f"{name}[{layer!r}]", v) for layer, v in value.items()}
         if math.inf in shares.values():
             raise ValueError(f"{name} must give finite proportions, received {value!r}.")
         return shares

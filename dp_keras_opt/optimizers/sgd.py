@@ -6,10 +6,11 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -44,8 +45,8 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
         momentum: float = 0.0,
         nesterov: bool = False,
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

@@ -9,11 +9,12 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt import workers
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers import settings
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
 from dp_keras_opt.optimizers.updates_once import updating_once
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.release import Released
@@ -47,8 +48,8 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
         self,
         optimizer: keras.optimizers.Optimizer | str | Mapping[str, Any],
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

@@ -4,12 +4,13 @@ from typing import Any
 
 import keras
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.adam import DPAdam
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import bounded_step
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -47,8 +48,8 @@ class DPYogi(DPAdam):
         epsilon: float = 1e-3,
         amsgrad: bool = False,
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         second_moment: SecondMomentLike = "post_processing",
         noise: NoiseLike = "gaussian",

@@ -176,7 +176,7 @@ def _training(segment):
             if not release.is_public
         ],
         "noise_schedule": _settings(keras.saving.serialize_keras_object(segment.schedule)),
-        "clip_norm": None if segment.clip_norm is None else float(segment.clip_norm),
+        "clip_norm": segment.clip_norm,
         "sampling": _settings(segment.sampling.get_config()),
     }
 

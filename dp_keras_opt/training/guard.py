@@ -18,9 +18,13 @@ from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.accountant import composable, epsilon_of
 from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.sampling import check_sampling
+from dp_keras_opt.accounting.segment import stated
 from dp_keras_opt.noise import entropy
 from dp_keras_opt.training import saved_run
 from dp_keras_opt.training.weight_history import WeightHistory
+
+#: So many clip norms of the steps to come are looked at when a `fit` begins, in about a second.
+_CHECKED_AHEAD = 100_000
 
 
 class PrivacyBudgetError(RuntimeError):
@@ -223,6 +227,7 @@ class PrivacyGuard:
             self.progress.out_of_budget = True
             return 0
         steps = self._until_end(steps)
+        optimizer.check_clip_norms(steps_taken(optimizer), steps)
         self.warn_past_plan(optimizer, steps)
         self._ledger.reserve(steps, self.run)
         return steps
@@ -277,7 +282,7 @@ class PrivacyGuard:
             and current.run == self.run
             and (
                 (current.releases, current.schedule, current.clip_norm)
-                == (optimizer.releases, optimizer.noise_schedule, optimizer.clip_norm)
+                == (optimizer.releases, optimizer.noise_schedule, stated(optimizer.clip_norm))
             )
         ):
             return
@@ -350,6 +355,8 @@ class PrivacyGuard:
             self.ledger(model)
             self._enter_plan()
             self.warn_past_plan(model.optimizer, steps)
+            ahead = int(min(steps, _CHECKED_AHEAD))
+            model.optimizer.check_clip_norms(steps_taken(model.optimizer), ahead)
             yield progress
         finally:
             self.progress = None

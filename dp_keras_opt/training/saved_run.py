@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dp_keras_opt import files, workers
+from dp_keras_opt.accounting.segment import stated
 
 SUFFIX = ".secret.npz"
 _WARNING = "SECRET: past noise. With a released gradient it gives the raw sum. Never publish it."
@@ -124,7 +125,7 @@ def go_on(saved, ledger, sampling, order_seed, model):
         name
         for name, before, now in (
             ("releases (noise)", segment.releases, optimizer.releases),
-            ("clip norm", segment.clip_norm, optimizer.clip_norm),
+            ("clip norm", segment.clip_norm, stated(optimizer.clip_norm)),
             ("sampling", segment.sampling, sampling),
             ("order_seed of the data", saved.order_seed, order_seed),
         )

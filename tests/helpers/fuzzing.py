@@ -96,6 +96,7 @@ configurations = st.fixed_dictionaries(
         "clipping": st.sampled_from(["flat", "per_layer", "proportions"]),
         "normalize": st.booleans(),
         "schedule": st.sampled_from([None, None, [1.0, 0.5] * 6]),
+        "moving": st.booleans(),
         "policy": st.sampled_from(["float32", "mixed_bfloat16", "mixed_float16", "float64"]),
         "model": st.sampled_from(["dense", "words", "image"]),
         "secure": st.booleans(),
@@ -133,6 +134,7 @@ def _likely(c):
     c["projection"] &= rule in ("DPSGD", "DPAdam", "DPAdagrad", "DPRMSprop", "DPYogi")
     if c["second_moment"] in ("independent", "joint") and c["mechanism"] == "laplace":
         c["mechanism"] = "gaussian"
+    c["moving"] &= c["second_moment"] not in ("independent", "joint")
     if c["second_moment"] == "independent" and rule != "DPAdam":
         c["second_moment"] = "post_processing"
     if c["second_moment"] == "bias_corrected" and rule == "DPYogi":
@@ -227,7 +229,9 @@ def _released(c, last, value):
         clipping = {layer.name: 1.0 + i for i, layer in enumerate(model.layers) if layer.weights}
     filters = {"optimal": lambda: dp.filters.OptimalFIR(3)}
     arguments = {
-        "clip_norm": 0.02,
+        "clip_norm": keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.1)
+        if c["moving"]
+        else 0.02,
         "batch_size": BATCH,
         "noise_multiplier": _SIGMA,
         "noise": _mechanisms[c["mechanism"]](),

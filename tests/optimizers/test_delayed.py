@@ -33,14 +33,14 @@ def make_optimizer(cls, **changes):
 
 def transcription(
     cls, fed, steps=STEPS, *, delay=(2, 3), rates=lambda t: (RATE, ADAPTIVE_RATE), decay=0.0,
-    penalty=0.0, subtract=False, ablation=None, sigma=SIGMA, clips=(CLIP, ADAPTIVE_CLIP),
+    penalty=0.0, subtract=False, ablation=None, sigma=SIGMA, clips=lambda t: (CLIP, ADAPTIVE_CLIP),
 ):  # fmt: skip
     """The weights after each step: Algorithm 1 of the DP² paper, and its two ablations."""
-    (s1, s2), (c1, c2) = delay, clips
+    s1, s2 = delay
     is_kernel = np.arange(SIZE) < 12
     theta, v, collected, count, trajectory = linear.START.copy(), np.zeros(SIZE), 0.0, 0, []
     for t in range(1, steps + 1):
-        rate, adaptive_rate = rates(t)
+        (rate, adaptive_rate), (c1, c2) = rates(t), clips(t)
         own = penalty * 2 * theta * is_kernel  # the gradient of the L2 penalty
         scale = 1 / (np.sqrt(v) + EPSILON)
         z = fed.flat(t - 1)
@@ -138,9 +138,32 @@ def test_without_noise(adaptive_clip_norm):
     free = {"clip_norm": math.inf, "noise_multiplier": 0.0}
     optimizer = make_optimizer(DP2RMSprop, adaptive_clip_norm=adaptive_clip_norm, **free)
     model = linear.build(optimizer)
-    clips = (math.inf, adaptive_clip_norm)
+
+    def clips(t):
+        return math.inf, adaptive_clip_norm
+
     assert_follows(model, lambda fed: transcription(DP2RMSprop, fed, sigma=0.0, clips=clips))
     assert model.ledger.epsilon(1e-5) == math.inf
+
+
+@pytest.mark.parametrize("ablation", [None, "extra_query", "noise_before_preconditioning"])
+def test_both_clip_norms_may_follow_the_step(ablation):
+    schedules = keras.optimizers.schedules
+    optimizer = make_optimizer(
+        DP2RMSprop, ablation=ablation, clip_norm=schedules.ExponentialDecay(CLIP, 1, 0.9),
+        adaptive_clip_norm=schedules.ExponentialDecay(ADAPTIVE_CLIP, 1, 0.8),
+    )  # fmt: skip
+    again = DP2RMSprop.from_config(optimizer.get_config())
+    assert again.adaptive_clip_norm == optimizer.adaptive_clip_norm
+
+    def clips(t):
+        return CLIP * 0.9 ** (t - 1), ADAPTIVE_CLIP * 0.8 ** (t - 1)
+
+    model = linear.build(optimizer)
+    draws = 2 if ablation == "extra_query" else 1
+    assert_follows(
+        model, lambda fed: transcription(DP2RMSprop, fed, ablation=ablation, clips=clips), draws
+    )
 
 
 def test_subtraction_follows_the_noise_schedule():

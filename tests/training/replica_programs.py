@@ -257,6 +257,19 @@ def arrays_are_balls_in_bins(strategy):
     assert_same_on_all(strategy, model)
 
 
+def clip_norms_follow_the_step(strategy):
+    """Without noise, at targets that clip every gradient: a step has norm (examples)·C_t/B."""
+    weights = Weights()
+    schedule = keras.optimizers.schedules.ExponentialDecay(CLIP, 1, 0.5)
+    with strategy.scope():
+        model = make(optimizer(clip_norm=schedule, noise_multiplier=0.0, batch_size=60))
+    ones, far = np.ones_like(X), np.full_like(Y, 1e4)
+    model.fit(dp.data.poisson_batches((ones, far), 60, 4), verbose=0, callbacks=[weights])
+    norms = np.linalg.norm(weights.steps.reshape(4, -1), axis=1)
+    np.testing.assert_allclose(norms, CLIP * 0.5 ** np.arange(4), rtol=1e-4)
+    assert_same_on_all(strategy, model)
+
+
 class Average(keras.layers.Layer):
     def build(self, shape):
         self.average = self.add_weight(shape=(), name="average", trainable=False)
@@ -326,6 +339,7 @@ MIRRORED = {
         models_are_checked,
         passes_of_unknown_length_are_refused,
         arrays_are_balls_in_bins,
+        clip_norms_follow_the_step,
     ],
     3: [
         steps_are_those_of_one_device,

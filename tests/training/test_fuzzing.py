@@ -23,4 +23,5 @@ def test_every_rule_trains():
     }  # fmt: skip
     for place, rule in enumerate(RULES):
         for users in (False, True) if is_thorough() else (place % 2 == 0,):
-            assert check(plain | {"rule": rule, "users": users}) is None, rule
+            moving = place % 3 == 0
+            assert check(plain | {"rule": rule, "users": users, "moving": moving}) is None, rule

@@ -8,9 +8,10 @@ import numpy as np
 from keras import ops
 
 from dp_keras_opt import theory
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.accelerated.nesterov import DPNesterov
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle
+from dp_keras_opt.types import ClipNorm, ClippingStyle
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -76,8 +77,8 @@ class DPMultistageNesterov(DPNesterov):
         smoothness: float,
         c: float = 1.0,
         p: int = 1,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

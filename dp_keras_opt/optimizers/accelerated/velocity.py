@@ -6,9 +6,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
 class WithVelocity(PrivateOptimizer, keras.optimizers.Optimizer):
@@ -33,8 +34,8 @@ class WithVelocity(PrivateOptimizer, keras.optimizers.Optimizer):
         momentum: float = 0.9,
         strong_convexity: float | None = None,
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

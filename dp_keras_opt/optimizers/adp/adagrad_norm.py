@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.noise.schedules import NoiseSchedule
@@ -20,7 +21,7 @@ from dp_keras_opt.optimizers.settings import (
     positive,
     refuse_noise_schedule,
 )
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.release import Released
@@ -63,8 +64,8 @@ class ADPAdagradNorm(PrivateOptimizer, keras.optimizers.Optimizer):
         growth: float = 1e-3,
         initial: float = 20.0,
         floor: float = 1e-5,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         clipping: ClippingStyle = "flat",

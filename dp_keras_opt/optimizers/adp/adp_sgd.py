@@ -4,12 +4,13 @@ from typing import Any
 
 import keras
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, refuse_noise_schedule
 from dp_keras_opt.optimizers.sgd import DPSGD
-from dp_keras_opt.types import ClippingStyle
+from dp_keras_opt.types import ClipNorm, ClippingStyle
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
@@ -50,8 +51,8 @@ class ADPSGD(DPSGD):
         *,
         momentum: float = 0.0,
         nesterov: bool = False,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         clipping: ClippingStyle = "flat",

@@ -26,7 +26,7 @@ class Rule(Protocol):
         iterations: the number of steps done.
         linear: whether v̂ is linear in the squares that v took in.
         clip_norm, batch_size, noise_multiplier, noise: its settings.
-        expected_batch_size: B of this step.
+        current_clip_norm, expected_batch_size: C and B of this step.
         second_moments: the variables that hold v, one per trainable variable.
         geometry_moments: those whose values the geometry is made of.
     """
@@ -36,6 +36,7 @@ class Rule(Protocol):
     linear: Any
     clip_norm: Any
     batch_size: Any
+    current_clip_norm: Any
     expected_batch_size: Any
     noise_multiplier: Any
     noise: Any

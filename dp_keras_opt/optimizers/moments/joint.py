@@ -14,6 +14,7 @@ from keras import ops
 from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.noise.mechanism import JointMoments, Release
+from dp_keras_opt.optimizers.clip_norms import ClipNormSchedule
 from dp_keras_opt.optimizers.moments.base import Rule, SecondMoment
 from dp_keras_opt.types import Adjacency
 
@@ -79,12 +80,12 @@ class JointRelease(SecondMoment, abc.ABC):
         self._refuse_projection("releases the squares of the gradient, weight by weight")
 
     def releases(self, rule: Rule, noise_multiplier: float) -> tuple[Release, ...]:
-        if isinstance(rule.batch_size, BatchSizes):
-            raise ValueError(
-                f"second_moment={type(self).__name__} has a sensitivity for one expected batch "
-                f"size; received batch_size={rule.batch_size}. Use one size, or another "
-                "second_moment."
-            )
+        for name, value in (("batch_size", rule.batch_size), ("clip_norm", rule.clip_norm)):
+            if isinstance(value, BatchSizes | ClipNormSchedule):
+                raise ValueError(
+                    f"second_moment={type(self).__name__} has a sensitivity for one {name}; "
+                    f"received {name}={value}. Use one, or another second_moment."
+                )
         joint = JointMoments(self._weight(rule), self._largest(rule), self.adjacency)
         return (Release(0, "mean_and_square", noise_multiplier, rule.noise, joint),)
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.moments import SideInformation
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.release import Released
@@ -48,8 +49,8 @@ class AdaDPS(DPRMSprop):
         momentum: float = 0.0,
         epsilon: float = 1e-7,
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

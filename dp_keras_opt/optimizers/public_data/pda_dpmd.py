@@ -10,12 +10,13 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.release import Released
@@ -47,8 +48,8 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
         learning_rate: LearningRate = 0.01,
         *,
         steps: int,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
@@ -17,7 +18,7 @@ from dp_keras_opt.optimizers import subspace
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.recursions import running_sum
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
-from dp_keras_opt.types import ClippingStyle, LearningRate
+from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.release import Released
@@ -61,8 +62,8 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
         rank: int = 10,
         epsilon: float = 1e-7,
         *,
-        clip_norm: float,
-        batch_size: int | None = None,
+        clip_norm: ClipNorm,
+        batch_size: BatchSizeLike | None = None,
         noise_multiplier: float | None = None,
         noise: NoiseLike = "gaussian",
         noise_schedule: NoiseScheduleLike = None,

@@ -1,0 +1,153 @@
+"""Clip norms that move, as a public function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.checks import is_number
+from dp_keras_opt.clipping import graphs
+
+#: Beyond them, squares of the gradients that they bound leave the range of float32.
+LEAST, MOST = 1e-12, 1e18
+
+
+class ClipNormSchedule:
+    """C_t, the clip norm of step t (from 0), which a Keras schedule gives.
+
+    Bound and noise of a step are both multiples of the one C_t, so that ε does not depend on it.
+    What does is that C_t is fixed in advance: the schedule is traced once, here, and must read
+    nothing but the step.
+
+    Args:
+        schedule: a `keras.optimizers.schedules.LearningRateSchedule`.
+
+    Raises:
+        ValueError: the schedule reads a variable, draws at random or runs Python in its graph; or
+            it gives no single number.
+    """
+
+    def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule) -> None:
+        self.schedule = schedule
+        name = type(schedule).__name__
+
+        def value(step):
+            return tf.reshape(tf.cast(schedule(step), tf.float32), ())
+
+        with tf.init_scope():
+            step = tf.TensorSpec((), tf.int64)
+            try:
+                self._value = tf.function(value, autograph=False).get_concrete_function(step)
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"clip_norm={name} must give one number for each step: {error}"
+                ) from error
+            self._values = tf.function(lambda steps: tf.vectorized_map(self._value, steps))
+        reads = [t for t in self._value.captured_inputs if t.dtype == tf.resource]
+        doubtful = {
+            operation.type
+            for operation in graphs.operations(self._value.graph)
+            if operation.op_def.is_stateful and not graphs.functions(operation)
+        }
+        if reads or doubtful & (graphs.PYTHON | {"ReadVariableOp"}):
+            raise ValueError(
+                f"clip_norm={name} reads a variable or runs Python in its graph: what it gives "
+                "could depend on the data, and no ε holds for that. Pass a schedule that is a "
+                "function of the step alone, such as those of keras.optimizers.schedules."
+            )
+        if doubtful:
+            raise ValueError(
+                f"clip_norm={name} is not the same at every call ({', '.join(sorted(doubtful))}). "
+                "Pass a schedule that is a function of the step alone."
+            )
+
+    def at(self, step: int | tf.Tensor) -> tf.Tensor:
+        """C of one step, a float32 scalar (for the graph; `step` may be a tensor)."""
+        return self._value(tf.cast(step, tf.int64))
+
+    def values(self, start: int, steps: int) -> np.ndarray:
+        """C of steps start .. start + steps − 1, float32."""
+        return self._values(tf.range(start, start + steps, dtype=tf.int64)).numpy()
+
+    def check(self, start: int, steps: int) -> None:
+        """Refuses steps at which C is no bound that float32 suffices for.
+
+        Raises:
+            ValueError: naming the first of them.
+        """
+        values = self.values(start, steps)
+        wrong = np.flatnonzero(~((values >= LEAST) & (values <= MOST)))
+        if len(wrong):
+            raise ValueError(
+                f"clip_norm={type(self.schedule).__name__} is {values[wrong[0]]} at step "
+                f"{start + wrong[0]}, and must be a positive number from {LEAST} to {MOST} at "
+                "every step."
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        return keras.saving.serialize_keras_object(self.schedule)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClipNormSchedule) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        config = self.schedule.get_config()
+        arguments = ", ".join(f"{key}={value!r}" for key, value in config.items() if key != "name")
+        return f"{type(self.schedule).__name__}({arguments})"
+
+
+def bound(name: str, value: Any) -> float:
+    """A bound on a norm for which float32 suffices; infinity included.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not is_number(value) or math.isnan(value):
+        raise ValueError(f"{name} must be a number, received {value!r}.")
+    value = float(value)
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, received {value}.")
+    if value < LEAST:
+        raise ValueError(
+            f"{name}={value} is too small for the squares of float32 gradients, which would count "
+            f"as 0: norms would not be bounded. Use at least {LEAST}, and scale the learning rate "
+            "instead."
+        )
+    if MOST < value < math.inf:
+        raise ValueError(
+            f"{name}={value} is too large: gradients and noise of that size leave the range of "
+            f"float32. Use at most {MOST}."
+        )
+    return value
+
+
+def resolve(name: str, value: Any) -> float | ClipNormSchedule:
+    """A bound, or the `ClipNormSchedule` of a Keras schedule or of what one was serialised to.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, dict) and "class_name" in value:
+        value = keras.saving.deserialize_keras_object(value)
+    if isinstance(value, ClipNormSchedule):
+        return value
+    if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
+        return ClipNormSchedule(value)
+    if callable(value):
+        raise ValueError(
+            f"{name} must be a number or a keras.optimizers.schedules.LearningRateSchedule, which "
+            f"is a function of the step alone; received {value!r}."
+        )
+    return bound(name, value)
+
+
+def at(clip_norm: float | ClipNormSchedule, step: Any) -> float | tf.Tensor:
+    """C at a step: the number, or a float32 scalar."""
+    return clip_norm.at(step) if isinstance(clip_norm, ClipNormSchedule) else clip_norm
