@@ -194,7 +194,7 @@ def _search(spent, epsilon, start, tolerance):
         found = spent(math.exp(log_multiplier))
         return math.log(min(max(found, epsilon / 64), epsilon * 64) / epsilon)
 
-    low, high = _bracket(excess, epsilon, math.log(start))
+    low, high = _bracket(excess, epsilon, math.log(start), spent)
     if low == high:
         return math.exp(high)
     return math.exp(optimize.brentq(excess, low, high, xtol=tolerance / 2))
@@ -319,7 +319,7 @@ def _check_budget(epsilon):
         )
 
 
-def _bracket(excess, epsilon, start):
+def _bracket(excess, epsilon, start, spent):
     """Two logarithms of noise multipliers, of which only the larger meets the budget.
 
     As if epsilon were proportional to 1/σ, and not in leaps: far off, dp_accounting 0.4.3 fails.
@@ -334,7 +334,10 @@ def _bracket(excess, epsilon, start):
         while excess(high) > 0:
             low, high = high, high + step(high)
             if high > math.log(_MOST):
-                raise ValueError(f"even noise_multiplier={math.exp(low):.3g} is not enough")
+                most = math.exp(low)
+                raise ValueError(
+                    f"even noise_multiplier={most:.3g} has epsilon={spent(most):.3g} by this bound"
+                )
     except ValueError as error:
         raise ValueError(
             f"epsilon={epsilon} cannot be met: {error}. Raise epsilon or delta, take fewer "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 
 from dp_keras_opt.accounting.calibration import calibrate
@@ -136,6 +137,9 @@ def plan_noise(
 
     Raises:
         ValueError: an argument is out of range or missing; the budget cannot be met by any choice.
+
+    Warns:
+        UserWarning: `memory_limit` holds no copy of the weights.
     """
     need_sampling(sampling)
     if (steps is None) == (epochs is None):
@@ -181,7 +185,14 @@ def _max_buffers(num_weights, memory_limit):
         )
     if not is_number(memory_limit) or not 0 <= memory_limit < math.inf:
         raise ValueError(f"memory_limit must be a number of bytes; received {memory_limit!r}.")
-    return int(memory_limit // (_BYTES * num_weights))
+    found = int(memory_limit // (_BYTES * num_weights))
+    if not found:
+        warnings.warn(
+            f"memory_limit={memory_limit} bytes holds no copy of the {num_weights} weights, which "
+            f"takes {_BYTES * num_weights}: only noise that keeps none of the past is compared.",
+            stacklevel=3,
+        )
+    return found
 
 
 def _steps(sampling, steps, epochs):

@@ -387,5 +387,8 @@ def checked_steps(steps, bands):
         return None, bands
     steps = whole_number(steps, "steps")
     if bands > steps:
-        raise ValueError(f"bands={bands} exceeds steps={steps}: there is no step so long ago.")
+        raise ValueError(
+            f"bands={bands} exceeds steps={steps}: there is no step so long ago. Use at most "
+            f"bands={steps}, or take more steps."
+        )
     return steps, bands

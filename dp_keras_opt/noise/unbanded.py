@@ -173,7 +173,7 @@ class BandedInverseSquareRoot(_Unbanded):
         if self.inverse_bands > self.steps:
             raise ValueError(
                 f"inverse_bands={self.inverse_bands} exceeds steps={self.steps}: there is no step "
-                "so long ago."
+                f"so long ago. Use at most inverse_bands={self.steps}, or take more steps."
             )
         self._set_column(strategies.inverse_coefficients(self._row, self.steps))
 

@@ -1,5 +1,7 @@
 """The planner: against scans of all settings, against published errors, and inside `fit`."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -218,6 +220,23 @@ def test_refuses_what_cannot_be_planned(arguments, words):
     arguments = {"epsilon": 2.0, "delta": 1e-4, "sampling": Sampling.poisson(N, B)} | arguments
     with pytest.raises(ValueError, match=words):
         plan_noise(sgd(), **arguments)
+
+
+def test_says_what_is_nearest_to_the_impossible():
+    with pytest.raises(ValueError, match=r"Use at most bands=4, or take more steps"):
+        BandedMatrix(4, 8)
+    with pytest.raises(ValueError, match=r"Use at most inverse_bands=4, or take more steps"):
+        noise.BandedInverseSquareRoot(4, 8)
+    sampling = Sampling.without_replacement(N, B)
+    with pytest.raises(ValueError, match=r"even noise_multiplier=\S+ has epsilon=(\S+)") as refused:
+        plan_noise(sgd(), sampling, 9, 1e-12, 1e-15, "rdp", samplings=[sampling])
+    nearest = float(re.search(r"has epsilon=(\S+)", str(refused.value))[1])
+    assert plan_noise(sgd(), sampling, 9, 1.1 * nearest, 1e-15, "rdp", samplings=[sampling])
+    with pytest.warns(UserWarning, match="no copy of the 1000 weights, which takes 4000"):
+        plan = plan_noise(
+            sgd(), Sampling.poisson(N, B), 9, 2.0, 1e-4, num_weights=1000, memory_limit=3999
+        )
+    assert {choice.buffers for choice in plan.choices} == {0}
 
 
 # Of given batches.

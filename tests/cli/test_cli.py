@@ -148,8 +148,10 @@ def test_no_noise_is_no_privacy_in_every_format(run, found):
 def test_the_samplings_are_those_of_the_library():
     from dp_keras_opt.accounting import sampling
 
-    assert set(arguments.SAMPLINGS) == set(sampling.KINDS)
-    for kind, made_as in sampling.KINDS.items():
+    kinds = dict(sampling.KINDS)
+    del kinds["staged_poisson"]  # a plan of the command line has one batch size
+    assert set(arguments.SAMPLINGS) == set(kinds)
+    for kind, made_as in kinds.items():
         assert set(made_as.adjacencies) <= set(arguments.ADJACENCIES)
         sizes = {
             "full": {},
