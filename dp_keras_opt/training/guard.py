@@ -86,7 +86,7 @@ class PrivacyGuard:
         self._ledger = Ledger()
         self._process = entropy.process()
         self._passes_begun = 0
-        self._entered = 0  # the step before which it was asked last
+        self._entered: int | None = None  # the step that this `fit` asked for last
         self._warned_of: Any = None  # the plan that a warning spoke of
 
     @property
@@ -351,6 +351,9 @@ class PrivacyGuard:
             pass_length: as in `FitProgress`.
         """
         self.progress = progress = FitProgress(steps, pass_length)
+        # Keras begins passes of its own, and callbacks may restore another step before the first.
+        passes = self.sampling and self.sampling.passes
+        self._passes_begun, self._entered = passes.begun if passes else 0, None
         try:
             self.ledger(model)
             self._enter_plan()

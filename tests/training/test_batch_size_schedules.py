@@ -181,6 +181,49 @@ def test_sum_and_noise_are_divided_by_the_size_of_the_step(jit_compile):
         np.testing.assert_allclose(weights[step], theta, rtol=1e-4, atol=1e-5)
 
 
+RULES = {
+    "filtered": (dp.optimizers.DPSGD, {"gradient_filter": "f2"}),
+    "bias": (dp.optimizers.DPAdam, {"second_moment": "bias_corrected"}),
+    "scaled": (dp.optimizers.DPAdam, {"second_moment": "scale_then_privatize"}),
+    "delayed": (
+        dp.optimizers.DP2RMSprop,
+        {"adaptive_clip_norm": 0.7, "delay": (2, 1), "subtract_noise": True},
+    ),
+    "adagrad norm": (dp.optimizers.ADPAdagradNorm, {"steps": 5}),
+    "nesterov": (dp.optimizers.DPNesterov, {"momentum": 0.5}),
+    "yogi": (dp.optimizers.DPYogi, {}),
+    "wrapped": (dp.optimizers.DPOptimizer, {"optimizer": "nadam"}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_divides_by_the_size_of_the_step(rule):
+    """Sizes that stay are one size for three steps; then there is another training."""
+    cls, arguments = RULES[rule]
+    repeated = tf.data.Dataset.from_tensors((regression.X, regression.Y)).repeat(5)
+
+    def trained(sizes):
+        optimizer = cls(**arguments | regression.PRIVATE | {"batch_size": sizes})
+        sampling = Sampling.poisson(100, sizes)
+        model = regression.build(optimizer, sampling=sampling, run_eagerly=False)
+        object.__setattr__(optimizer, "noise_source", regression.FixedNoise(optimizer, 40))
+        with pytest.warns(UserWarning, match="vary in size"):
+            batches = data.assume_sampling(repeated, sampling)
+        weights = []
+        after = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs=None: weights.append(
+                regression.flat(model.trainable_variables)
+            )
+        )
+        model.fit(batches, callbacks=[after], verbose=0)
+        return np.array(weights)
+
+    wanted, staged = trained(8), trained({0: 8, 3: 2})
+    np.testing.assert_allclose(staged[:3], wanted[:3], rtol=1e-5, atol=1e-6)
+    moves = np.diff(staged[2:], axis=0), np.diff(wanted[2:], axis=0)
+    assert not np.allclose(*moves, rtol=1e-2)
+
+
 def test_the_floor_of_a_bias_corrected_moment_follows():
     """√v̂ is at least floor·σC/B_t, which decides here."""
     moment = dp.optimizers.moments.BiasCorrected(floor=1e4)
@@ -297,3 +340,60 @@ def test_a_budget_plans_the_noise_of_all_stages():
     assert model.ledger.epsilon(1e-3) <= 2.0
     largest = optimizer(12, noise_multiplier=multiplier)
     assert dp.accounting.epsilon(largest, Sampling.poisson(N, 12), 10, 1e-3) > 2.0
+
+
+# Interruptions.
+
+
+class Raise(keras.callbacks.Callback):
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.at:
+            raise RuntimeError("the machine is gone")
+
+
+@pytest.mark.parametrize("frequency", ["epoch", 2])
+def test_a_restored_run_goes_on_with_the_sizes_of_its_step(tmp_path, frequency):
+    """Keras's callback sets the counter once `fit` has begun."""
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=frequency)
+
+    def arguments():
+        model = compiled(PEAKS)
+        model.ledger = dp.accounting.Ledger(tmp_path / "ledger.json")
+        return model, data.poisson_batches((ONES, ONES), PEAKS, 5, seed=6)
+
+    model, batches = arguments()
+    with pytest.raises(RuntimeError, match="gone"):
+        model.fit(batches, epochs=4, callbacks=[backup(), Raise(8)], verbose=0)
+    model.ledger.unlock()
+    model, batches = arguments()
+    weight = Weight()
+    model.fit(batches, epochs=4, callbacks=[backup(), weight], verbose=0)
+    assert weight.steps[0] == (5 if frequency == "epoch" else 8)
+    assert_in_step(weight, 20)
+
+
+class BeginEarly(keras.callbacks.Callback):
+    """Has a pass begin at step 0, and then sets the counter, as if that were restored too late."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def on_train_batch_begin(self, batch, logs=None):
+        next(iter(self.batches))
+        self.model.optimizer.iterations.assign(2)
+
+
+def test_batches_that_were_begun_for_another_step_are_refused():
+    model = compiled(PEAKS)
+    batches = data.poisson_batches((ONES, ONES), PEAKS, 5)
+    callbacks = [BeginEarly(batches)]
+    with pytest.raises(ValueError, match="sizes from step 0 on, but the optimizer has taken 2"):
+        model.fit(batches, callbacks=callbacks, verbose=0)
+    assert model.ledger.steps == 0
