@@ -83,6 +83,7 @@ def assert_in_step(weight, at_least):
         assert full < last - first or not few
 
 
+@pytest.mark.representatives(8)
 @pytest.mark.parametrize("is_built", [True, False])
 @pytest.mark.parametrize(
     "compilation", [{}, {"steps_per_execution": 2}, {"jit_compile": True}, {"run_eagerly": True}]
