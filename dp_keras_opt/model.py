@@ -720,6 +720,7 @@ def _product(epochs, steps):
 
 
 def warn_of_export(private):
+    """Warns that Keras's `export` leaves the statement out, where there is something to state."""
     if private.ledger.steps:
         warnings.warn(
             "The model was trained privately, but what `export` writes has no privacy statement, "
