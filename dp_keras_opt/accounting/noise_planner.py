@@ -52,7 +52,7 @@ class NoisePlan:
     """What `plan_noise` found.
 
     Attributes:
-        choices: the `NoiseChoice`s, that of least error first.
+        choices: a tuple of `NoiseChoice`, that of least error first.
         num_weights: of the model, or None.
     """
 

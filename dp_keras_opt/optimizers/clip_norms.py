@@ -44,7 +44,8 @@ class ClipNormSchedule:
                 self._value = tf.function(value, autograph=False).get_concrete_function(step)
             except (ValueError, TypeError) as error:
                 raise ValueError(
-                    f"clip_norm={name} must give one number for each step: {error}"
+                    f"clip_norm={name} must give one number for each step, by operations of Keras "
+                    f"or TensorFlow: {error}"
                 ) from error
             self._values = tf.function(lambda steps: tf.vectorized_map(self._value, steps))
         reads = [t for t in self._value.captured_inputs if t.dtype == tf.resource]
@@ -61,8 +62,9 @@ class ClipNormSchedule:
             )
         if doubtful:
             raise ValueError(
-                f"clip_norm={name} is not the same at every call ({', '.join(sorted(doubtful))}). "
-                "Pass a schedule that is a function of the step alone."
+                f"clip_norm={name} does more than compute a number from the step "
+                f"({', '.join(sorted(doubtful))}), or another number at every call. Pass a "
+                "schedule that is a function of the step alone."
             )
 
     def at(self, step: int | tf.Tensor) -> tf.Tensor:

@@ -306,7 +306,7 @@ class Vector(Variable):
         (KerasVariable, "reads a variable"),
         (Python, "runs Python"),
         (Nested, "reads a variable"),
-        (Random, "not the same at every call"),
+        (Random, "another number at every call"),
         (Vector, "one number for each step"),
         (lambda: lambda step: 1.0, "function of the step alone"),
         (lambda: "falling", "must be a number"),
