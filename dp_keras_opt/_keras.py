@@ -22,6 +22,7 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.utils.dataset_utils import index_directory
 from keras.src.utils.naming import to_snake_case
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "is_grain_dataset",
     "is_tf_dataset",
     "is_torch_dataloader",
+    "index_directory",
     "to_snake_case",
     "train_validation_split",
 ]
@@ -70,6 +72,8 @@ FUNCTIONS = (
             "to refuse validation data before an epoch is spent, and not after it"),
     Private("trainers.data_adapters.array_slicing", "train_validation_split", "3.0",
             "to cut the validation data off arrays before they are sampled, as Keras does"),
+    Private("utils.dataset_utils", "index_directory", "3.0",
+            "to find the files of a folder and their classes, in Keras's order"),
     Private("export.export_utils", "get_input_signature", "3.8",
             "to serve a model by the signature that Keras would export"),
     Private("utils.naming", "to_snake_case", "3.0",

@@ -23,9 +23,17 @@ def replaced(save, filepath, overwrite):
     if not one_file or path.is_dir() or (path.exists() and not overwrite):  # where Keras asks
         save(filepath, overwrite=overwrite)
         return
+    with replacing(path) as beside:
+        save(beside, overwrite=True)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A file beside `path`, which takes its place once the block ends without an error."""
+    path = pathlib.Path(path)
     beside = path.with_name(f"{secrets.token_hex(4)}-{path.name}")
     try:
-        save(beside, overwrite=True)
+        yield beside
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

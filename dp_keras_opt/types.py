@@ -35,6 +35,9 @@ class StepSchedule(Protocol):
 #: What bounds an example's gradient: a number, or a schedule of the step.
 ClipNorm: TypeAlias = float | StepSchedule
 
+#: A function of one example; see the samplers of `data`.
+Map: TypeAlias = Callable[..., Any]
+
 Path: TypeAlias = os.PathLike[str] | str
 
 

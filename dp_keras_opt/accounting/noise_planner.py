@@ -217,6 +217,12 @@ def _samplings(sampling, steps, max_buffers):
         "unit": sampling.unit,
         "examples_per_unit": sampling.examples_per_unit,
     }
+    if sampling.views > 1:
+        of_one = dataclasses.replace(sampling, views=1)
+        return [
+            dataclasses.replace(each, views=sampling.views)
+            for each in _samplings(of_one, steps, max_buffers)
+        ]
     if size == n or sampling.batch_sizes is not None:
         return [sampling]
     found = [Sampling.poisson(n, size, **named)]

@@ -73,6 +73,9 @@ class Sampling(metaclass=_TakesKindFirst):
         examples_per_unit: None where a unit is one example; else K where a unit is all examples of
             one person: of a unit that is drawn at most K take part, and are clipped as one, as
             those of `dp.data.poisson_users` are. Training refuses batches that are not so.
+        views: K, how many augmented views of each example in a batch are taken. Their gradients are
+            averaged before they are clipped as one, so that the unit stays what it is, and so does
+            ε (De et al. 2022, arXiv:2204.13650, section 3.2).
         is_padded: whether batches are padded, so that training needs the `RowInfo` that tells
             padding from data. Of batches in hand, and not of the sampling: neither compared nor
             saved.
@@ -88,6 +91,7 @@ class Sampling(metaclass=_TakesKindFirst):
     adjacency: Adjacency
     unit: str = "example"
     examples_per_unit: int | None = None
+    views: int = dataclasses.field(default=1, kw_only=True)
     is_padded: bool = dataclasses.field(default=False, compare=False, repr=False, kw_only=True)
     passes: Passes | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -139,6 +143,7 @@ class Sampling(metaclass=_TakesKindFirst):
             raise ValueError(
                 f"unit must be the privacy unit in words, e.g. 'rating'; received {self.unit!r}."
             )
+        self._keep_whole("views", "Give the number of augmented views of each example.")
         if self.examples_per_unit is not None:
             most = self._keep_whole("examples_per_unit", "Give the most examples of a unit.")
             if self.unit == "example":
@@ -176,6 +181,18 @@ class Sampling(metaclass=_TakesKindFirst):
     def uncut(self) -> Sampling:
         """The same with draws of all sizes, which costs about as much where few are cut."""
         return self
+
+    @property
+    def rows_per_unit(self) -> int | None:
+        """How many rows of a batch are clipped as one; None where each is on its own."""
+        if self.examples_per_unit is None and self.views == 1:
+            return None
+        return (self.examples_per_unit or 1) * self.views
+
+    @property
+    def of_one_view(self) -> Sampling:
+        """The same with one view of each example, for which the noise is the same."""
+        return self if self.views == 1 else dataclasses.replace(self, views=1)
 
     @property
     def divisor(self) -> int | BatchSizes:
@@ -232,11 +249,18 @@ class Sampling(metaclass=_TakesKindFirst):
 
     def describe(self) -> str:
         """In words, what the guarantee assumes of the data pipeline."""
-        if self.examples_per_unit is None:
-            return self._in_words()
         unit = self.unit
+        views = ""
+        if self.views > 1:
+            views = (
+                f" Of each example in a batch {self.views} views are taken, such as augmentations, "
+                "each made of that example alone; their gradients are averaged before they are "
+                f"clipped as one, so that what is protected stays the {unit}."
+            )
+        if self.examples_per_unit is None:
+            return self._in_words() + views
         return (
-            f"{self._in_words()} Of each {unit} in a batch at most {self.examples_per_unit} "
+            f"{self._in_words()}{views} Of each {unit} in a batch at most {self.examples_per_unit} "
             f"examples take part, chosen without looking at any other {unit}; the gradient of "
             f"their mean loss is clipped as one. Assumed: each example carries the identifier of "
             f"its {unit}, each {unit} has one identifier, and no two share it."
@@ -252,7 +276,10 @@ class Sampling(metaclass=_TakesKindFirst):
     def get_config(self) -> dict[str, Any]:
         """The kind and the attributes, as JSON-able values."""
         compared = (field.name for field in dataclasses.fields(self) if field.compare)
-        return {"kind": self.kind, **{name: getattr(self, name) for name in compared}}
+        config = {"kind": self.kind, **{name: getattr(self, name) for name in compared}}
+        if self.views == 1:  # what ledgers of before say, and what reads them
+            del config["views"]
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Sampling:

@@ -1,52 +1,50 @@
-"""The user's data as tensors in memory: structures of arrays, or a data set of examples."""
+"""The user's data as columns: structures of arrays, in memory or on disk."""
 
 import numbers
 from collections.abc import Mapping, Sequence
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import held, reading
+from dp_keras_opt.data import held
+from dp_keras_opt.data.sources.columns import OnDisk, open_column
 
 _ROWS_READ = 4096  # of a column that is read in parts
 
 
-def examples(data, class_weight, max_bytes):
-    """((x, y, sample_weight) as tensors, their number), class weights multiplied in."""
-    max_bytes = whole_number(max_bytes, "max_bytes")
-    if isinstance(data, tf.data.Dataset):
-        _check_tuple(data.element_spec)
-        data = reading.read(data, lambda size: _check_size(size, max_bytes))
-    x, y, sample_weight = tensors(data, max_bytes)
-    if class_weight is not None:
-        sample_weight = _weights_of_classes(y, class_weight, sample_weight)
-    return (x, y, sample_weight), len(keras.tree.flatten(x)[0])
+def columns(data, max_bytes):
+    """`(x, y, sample_weight)`, structures of arrays of equal length; the last may be None.
 
-
-def tensors(data, max_bytes):
-    """`(x, y, sample_weight)` as structures of tensors of equal length; the last may be None.
-
-    They are the only copy that is made, once it is known that they are no larger than allowed.
+    Those of files stay there, as `OnDisk`. What is in memory takes no more than allowed.
     """
-    _check_tuple(data)
+    check_tuple(data)
     names = ("x", "y", "sample_weight") if len(data) == 3 and data[2] is not None else ("x", "y")
-    data = {
-        name: _map(lambda leaf, name=name: _array(name, leaf, max_bytes), structure)
+    named = {
+        name: _map(lambda leaf, name=name: array(name, leaf, max_bytes), structure)
         for name, structure in zip(names, data, strict=False)
     }
-    lengths = {name: [len(a) for a in tf.nest.flatten(s)] for name, s in data.items()}
+    lengths = {name: [len(a) for a in tf.nest.flatten(s)] for name, s in named.items()}
     distinct = set().union(*lengths.values())
     if not all(lengths.values()) or 0 in distinct:
         raise ValueError(f"`data` is empty. Received lengths: {lengths}")
     if len(distinct) > 1:
         raise ValueError(f"`data` must have arrays of equal length. Received lengths: {lengths}")
-    _check_size(sum(map(held.nbytes, tf.nest.flatten(data))), max_bytes)
-    weights = data.get("sample_weight")
+    held_here = [a for a in tf.nest.flatten(named) if not isinstance(a, OnDisk)]
+    check_size(sum(map(held.nbytes, held_here)), max_bytes)
+    weights = named.get("sample_weight")
+    return (
+        named["x"],
+        named["y"],
+        None if weights is None else tf.nest.map_structure(weights_of_rows, weights),
+    )
+
+
+def as_tensors(structure):
+    """Columns in memory as tensors: the only copy that is made."""
     with tf.device("CPU:0"):  # where tf.data gathers, also beside a GPU
-        x, y = (tf.nest.map_structure(held.tensor, data[name]) for name in ("x", "y"))
-        return x, y, None if weights is None else tf.nest.map_structure(_weight, weights)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else held.tensor(leaf), structure
+        )
 
 
 def _map(function, structure):
@@ -63,9 +61,11 @@ def _map(function, structure):
     return function(structure)
 
 
-def _array(name, value, max_bytes):
-    """One leaf of the data as an array, or a tensor, that has a first dimension."""
-    array = value if _is_dense_tensor(value) else _as_array(name, value, max_bytes)
+def array(name, value, max_bytes):
+    """One leaf of the data as an array, a tensor or an `OnDisk`, that has a first dimension."""
+    value = open_column(value)
+    as_it_is = isinstance(value, tf.Tensor | OnDisk)
+    array = value if as_it_is else _as_array(name, value, max_bytes)
     if not array.shape or not _is_numbers_or_strings(array):
         raise TypeError(
             f"`{name}` must be a dense array of numbers or strings with the examples along its "
@@ -98,17 +98,15 @@ def _read_column(name, column, max_bytes):
                 f"{type(column).__name__} of which NumPy says: {error}"
             ) from error
         size += held.nbytes(parts[-1])
-        _check_size(size * len(column) // (start + len(parts[-1])), max_bytes)
+        check_size(size * len(column) // (start + len(parts[-1])), max_bytes)
     return np.concatenate(parts) if parts else np.asarray([])
 
 
-def _is_dense_tensor(value):
-    return isinstance(value, tf.Tensor)
-
-
 def _is_numbers_or_strings(array):
-    if _is_dense_tensor(array):
+    if isinstance(array, tf.Tensor):
         return array.dtype != tf.variant
+    if isinstance(array, OnDisk):  # h5py has strings as objects, which are not read here
+        return array.dtype.kind not in "mMV"
     if array.dtype == object:
         return all(isinstance(v, str | bytes) for v in array.flat)
     return array.dtype.kind not in "mM"
@@ -135,15 +133,16 @@ def _described(value, array):
     return kind
 
 
-def _weight(array):
-    weights = np.asarray(array, np.float32)
+def weights_of_rows(array):
+    """`sample_weight` as float32 [n], once it is finite."""
+    weights = np.asarray(array.whole() if isinstance(array, OnDisk) else array, np.float32)
     wrong = np.sum(~np.isfinite(weights))
     if wrong:
         raise ValueError(f"`sample_weight` must be finite numbers; {wrong} are not finite.")
-    return held.tensor(weights, np.float32)
+    return weights
 
 
-def _weights_of_classes(y, class_weight, sample_weight):
+def weights_of_classes(y, class_weight, sample_weight):
     """The weight of each example's class, times its `sample_weight` where that is given."""
     if not isinstance(class_weight, dict) or not all(
         isinstance(w, numbers.Real) and np.isfinite(w) for w in class_weight.values()
@@ -160,16 +159,17 @@ def _weights_of_classes(y, class_weight, sample_weight):
     if labels.ndim == 2:
         labels = labels.argmax(axis=1) if labels.shape[1] > 1 else labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "biuf":
+        kind = "string" if labels.dtype.kind in "OSU" else labels.dtype.name
         raise ValueError(
             "`class_weight` needs integer classes of shape [n] or [n, 1], or one-hot classes of "
-            f"shape [n, classes]. Received: y of shape {y.shape} and dtype {y.dtype.name}"
+            f"shape [n, classes]. Received: y of shape {y.shape} and dtype {kind}"
         )
     classes, index = np.unique(labels.round().astype(np.int64), return_inverse=True)
     weights = np.array([class_weight.get(int(c), 1.0) for c in classes], np.float32)[index]
-    return tf.convert_to_tensor(weights if sample_weight is None else weights * sample_weight)
+    return weights if sample_weight is None else weights * np.asarray(sample_weight)
 
 
-def _check_tuple(data):
+def check_tuple(data):
     if isinstance(data, tuple) and len(data) in (2, 3):
         return
     what = f"{len(data)} elements" if isinstance(data, tuple) else type(data).__name__
@@ -184,9 +184,10 @@ def _check_tuple(data):
     )
 
 
-def _check_size(size, max_bytes):
+def check_size(size, max_bytes):
     if size > max_bytes:
         raise ValueError(
             f"`data` takes at least {size:,} bytes, but max_bytes={max_bytes:,}. Raise it if there "
-            "is memory, or sample batches yourself and use `dp.data.assume_sampling`."
+            "is memory, or leave the data on disk: np.load(path, mmap_mode='r'), arrays of h5py or "
+            "zarr, and what dp.data.write makes of a stream are read when they are drawn."
         )

@@ -59,6 +59,7 @@ class Batches:
             kept as secret as the noise. None where there is neither.
         workers: how many processes take part in each batch, of which `dataset` has the rows of
             this one.
+        examples: what a sampler of `dp.data` draws from; see `unreadable`.
     """
 
     dataset: Any = dataclasses.field(repr=False)
@@ -67,6 +68,7 @@ class Batches:
     steps_per_epoch: int | None = None
     order_seed: int | None = dataclasses.field(default=None, repr=False)
     workers: int = 1
+    examples: Any = dataclasses.field(default=None, repr=False)
 
     arrangement = deprecation.renamed_attribute("arrangement", "order_seed")
 
@@ -102,6 +104,14 @@ class Batches:
 
         mapped = self.dataset.map(each, num_parallel_calls=tf.data.AUTOTUNE)
         return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))
+
+    @property
+    def unreadable(self) -> dict[int, str]:
+        """The records that could not be read and contributed nothing: by index, and why.
+
+        Of `skip_unreadable=True`, and as far as they were drawn. Private, as the data are.
+        """
+        return dict(getattr(self.examples, "unreadable", {}))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)

@@ -9,20 +9,27 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays
+from dp_keras_opt.data import examples
 from dp_keras_opt.data.batches import Batches, RowInfo, row_info, rows_per_user
+from dp_keras_opt.types import Map
 
 
 def with_public(
-    private: Batches, public: tuple[Any, Any], public_batch_size: int | None = None
+    private: Batches,
+    public: Any,
+    public_batch_size: int | None = None,
+    *,
+    map: Map | None = None,
 ) -> Batches:
     """Adds rows of public data to each private batch, for optimizers that use them.
 
     Args:
         private: `Batches`, e.g. of `poisson_batches`.
-        public: `(x, y)` of arrays shaped like the private examples; data that needs no protection.
+        public: `(x, y)` of arrays shaped like the private examples, or a source, as for
+            `poisson_batches`; data that needs no protection.
         public_batch_size: number of public rows in each batch, drawn without replacement. Default:
             all of them.
+        map: function of one public example, as for `poisson_batches`.
 
     Returns:
         `Batches` whose elements end in the public rows. These are neither clipped nor noised nor
@@ -39,19 +46,20 @@ def with_public(
             "private must be Batches of a tf.data.Dataset, such as poisson_batches gives; received "
             f"{private!r}."
         )
-    x, y, _ = arrays.tensors(public, max_bytes=2**40)
-    count = len(keras.tree.flatten(x)[0])
+    theirs = examples.of(public, map=map)
+    count = theirs.num_examples
     size = count if public_batch_size is None else public_batch_size
     size = whole_number(
         size, "public_batch_size", 1, f"There are {count} public examples.", maximum=count
     )
-    ours = tuple(private.dataset.element_spec[:2])
-    theirs = tf.nest.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype), (x, y))
+    here = tf.zeros([1], tf.int64)
+    ours, form = tuple(private.dataset.element_spec[:2]), theirs.gather(here)[0][:2]
     try:
-        tf.nest.map_structure(_check_same_form, ours, theirs)
+        tf.nest.map_structure(_check_same_form, ours, form)
     except (TypeError, ValueError) as error:
+        spec = tf.nest.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype), form)
         raise ValueError(
-            f"Public data of the form {theirs} stand beside private data of the form {ours}. Give "
+            f"Public data of the form {spec} stand beside private data of the form {ours}. Give "
             "both the same form."
         ) from error
 
@@ -61,14 +69,13 @@ def with_public(
         rows = row_info(rows, number)
         per_user = rows_per_user(rows) or 1  # public rows are no user's, but fill up users' places
         filling = -size % per_user
-        mine = keras.tree.map_structure(
-            lambda t: tf.gather(t, tf.pad(chosen, [(0, filling)])), (x, y)
-        )
+        places = tf.cast(tf.pad(chosen, [(0, filling)]), tf.int64)
+        (x, y, _), _ = theirs.gather(tf.ensure_shape(places, [size + filling]))
 
         def append(private_part, public_part):
             return tf.concat([private_part, public_part], axis=0)
 
-        joined = keras.tree.map_structure(append, (x_private, y_private), mine)
+        joined = keras.tree.map_structure(append, (x_private, y_private), (x, y))
         weight = keras.tree.map_structure(
             lambda w: None if w is None else append(w, tf.ones((size + filling,), w.dtype)),
             rows.sample_weight,

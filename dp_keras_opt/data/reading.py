@@ -91,7 +91,7 @@ def _doubt_batches(dataset):
             f"`data` looks like batches of {size} rows, and each of them would count as one "
             "example, drawn and clipped as a whole. If the rows are the examples, call "
             "`.unbatch()`; if each is one example, as a window of a series, all is well.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -130,7 +130,7 @@ def _doubt_randomness(dataset, arrays):
             "augmentation. They are read once, so that each stays what it is now. To have it "
             "changed whenever it is drawn, call map on the batches instead: "
             "poisson_batches(...).map(lambda x, y: ...).",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

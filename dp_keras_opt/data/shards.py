@@ -1,13 +1,9 @@
-"""A batch shared out among replicas; examples shared out among workers."""
-
-import hashlib
+"""A batch shared out among replicas."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.data.batches import row_info, rows_per_user
-from dp_keras_opt.workers import gathered, place
 
 
 def shard(batches, num_replicas):
@@ -38,26 +34,3 @@ def shard(batches, num_replicas):
         return indices.map(lambda index: part_of(batch, index))
 
     return batches.dataset.flat_map(all_parts) if num_replicas > 1 else batches.dataset
-
-
-def check_same_data(examples):
-    """Refuses workers that hold different examples, or in another order.
-
-    They share the examples out by their places, and one could come to two workers.
-    """
-    if place()[1] == 1:
-        return
-    digest = hashlib.blake2b()
-    for leaf in tf.nest.flatten(examples):
-        if leaf is not None:
-            values = np.asarray(leaf)
-            digest.update(str(values.shape).encode())
-            if values.dtype == object:
-                digest.update(repr(values.tolist()).encode())
-            else:
-                digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-    if len(set(gathered(digest.digest()))) > 1:
-        raise ValueError(
-            "The workers were given different data, or the same in another order, so that an "
-            "example could come to two of them. Load the same arrays on all workers."
-        )

@@ -129,13 +129,13 @@ class PrivacyGuard:
         """
         check_sampling(model.optimizer, sampling)
         accounted = model.optimizer.calibrated_for
-        if accounted is not None and accounted != sampling:
+        if accounted is not None and accounted.of_one_view != sampling.of_one_view:
             raise ValueError(
                 f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
                 "Calibrate for this sampling, or set noise_multiplier yourself."
             )
         before = self.sampling
-        if before is not None and before.examples_per_unit != sampling.examples_per_unit:
+        if before is not None and before.rows_per_unit != sampling.rows_per_unit:
             model.train_function = None  # to be traced anew: tracing checks the batches against it
         self.sampling, self.order_seed = sampling, order_seed
         self._place_next_pass(model.optimizer)

@@ -113,7 +113,7 @@ def _check_unit(batch, sampling):
             f"The mask of a batch has the shape {mask.shape}; it must be [rows], or [users, K] "
             "with K known when the step is traced. Restore the shape with tf.ensure_shape."
         )
-    stated, found = sampling.examples_per_unit, batch.rows_per_user
+    stated, found = sampling.rows_per_unit, batch.rows_per_user
     if stated != found:
         raise ValueError(
             f"The sampling says that {_clipped_as(stated, sampling.unit)}, but in the batches "

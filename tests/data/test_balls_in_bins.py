@@ -16,7 +16,7 @@ import scipy.stats
 import tensorflow as tf
 
 from dp_keras_opt.accounting.sampling import Passes, Sampling
-from dp_keras_opt.data import balls_in_bins, in_memory
+from dp_keras_opt.data import balls_in_bins, sampled, units
 from dp_keras_opt.data.samplers import BallsInBinsSampler
 
 N, BATCH, BINS, EPOCHS = 23, 4, 6, 4000
@@ -179,7 +179,8 @@ def test_workers_assign_their_own_units_each_by_itself(monkeypatch):
     """Equal draws at two workers would tie a unit's batch to another's."""
     everyone, assigned = [], []
     for index in range(2):
-        monkeypatch.setattr(in_memory, "place", lambda index=index: (index, 2))
+        for module in (sampled, units):
+            monkeypatch.setattr(module, "place", lambda index=index: (index, 2))
         batches = balls_in_bins(ids_and_targets(400), 20)
         assert batches.workers == 2 and batches.steps_per_epoch == 20
         assert batches.physical_batch_size == 24  # of a share of 10: 10 + 2·√10

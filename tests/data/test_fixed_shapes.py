@@ -11,7 +11,7 @@ import scipy.stats
 
 import dp_keras_opt as dp
 from dp_keras_opt.accounting import Sampling
-from dp_keras_opt.data import in_memory, poisson_batches, without_replacement_batches
+from dp_keras_opt.data import poisson_batches, sampled, without_replacement_batches
 
 N, BATCH, CAP, STEPS = 30, 6, 8, 3000
 DATA = np.arange(N), 10 * np.arange(N)
@@ -165,7 +165,7 @@ def test_refuses(make, match):
 )  # fmt: skip
 def test_several_workers_are_refused(make, monkeypatch):
     """Each would draw from its own examples: a subset of another size, or cut by another rule."""
-    monkeypatch.setattr(in_memory, "place", lambda: (1, 2))
+    monkeypatch.setattr(sampled, "place", lambda: (1, 2))
     with pytest.raises(ValueError, match="all examples together.*2 workers"):
         make()
 

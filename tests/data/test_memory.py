@@ -63,10 +63,11 @@ def test_a_dataset_is_read_into_one_copy(known):
 
 
 def test_many_examples_of_unknown_number_keep_their_order(monkeypatch):
-    monkeypatch.setattr(dp.data.arrays.reading, "_SLAB", 1000)
+    monkeypatch.setattr(dp.data.reading, "_SLAB", 1000)
     rows = tf.data.Dataset.range(1000).map(lambda i: ([i, i], tf.strings.as_string(i)))
-    (x, y, _), n = dp.data.arrays.examples(rows.filter(lambda x, y: True), None, 2**30)
-    assert n == 1000
+    examples = dp.data.examples.of(rows.filter(lambda x, y: True))
+    (x, y, _), _ = examples.gather(tf.range(1000, dtype=tf.int64))
+    assert examples.num_examples == 1000
     np.testing.assert_array_equal(x, np.arange(1000)[:, None] * [1, 1])
     assert y.numpy().tolist() == [str(i).encode() for i in range(1000)]
 
@@ -114,10 +115,9 @@ def test_tensors_are_not_copied():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8"])
-def test_arrays_that_are_too_large_are_refused_before_they_are_read(tmp_path, dtype):
-    # A file with a hole: 40 GB that take no place, neither on the disk nor, unread, in memory.
+def test_arrays_that_are_too_large_are_refused_before_they_are_read(dtype):
     shape = (10_000_000, 4000 // np.dtype(dtype).itemsize)
-    x = np.memmap(tmp_path / "x", dtype, mode="w+", shape=shape)
+    x = np.broadcast_to(np.zeros((), dtype), shape)  # 40 GB, if somebody copies them
     y = np.zeros(len(x), bool)
     before = _resident()
 
@@ -128,6 +128,18 @@ def test_arrays_that_are_too_large_are_refused_before_they_are_read(tmp_path, dt
     _, peak = peak_of(refused)
     assert peak < 2**20
     assert _resident() - before < 2**28
+
+
+@pytest.mark.parametrize("sampler", [dp.data.poisson_batches, dp.data.balls_in_bins])
+def test_arrays_on_disk_stay_there_whatever_their_size(tmp_path, sampler):
+    # A file with a hole: 40 GB that take no place, neither on the disk nor, unread, in memory.
+    x = np.memmap(tmp_path / "x", np.float32, mode="w+", shape=(10_000_000, 1000))
+    y = np.zeros(len(x), np.int8)
+    before = _resident()
+    batches = sampler((x, y), 100)
+    for _, (rows, _, _) in zip(range(20), batches, strict=False):
+        assert rows.shape[1] == 1000
+    assert _resident() - before < 2**29
 
 
 def test_training_holds_no_further_copy():

@@ -287,7 +287,7 @@ def test_known_data_is_refused_before_it_is_read():
     limit = 500 * 26 * 4
     for data, most in ((known, 128), (unknown, 640)):
         read.clear()
-        with pytest.raises(ValueError, match=f"max_bytes={limit:,}.*assume_sampling"):
+        with pytest.raises(ValueError, match=f"max_bytes={limit:,}.*dp.data.write"):
             poisson_batches(data, 8, max_bytes=limit)
         assert len(read) <= 2 * most  # of 10,000; TensorFlow may read a little ahead
     assert len(poisson_batches(unknown.take(500), 8, max_bytes=limit)) == 63

@@ -1,4 +1,4 @@
-"""Batches of data that fit in memory, sampled as the accountant assumes.
+"""Batches that are sampled as the accountant assumes, of data in memory or on disk.
 
 Made within the scope of a `MultiWorkerMirroredStrategy`, they are this worker's part of batches
 that all workers share.
@@ -21,37 +21,37 @@ from dp_keras_opt.accounting import batch_sizes
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays, shards
 from dp_keras_opt.data.batches import Batches, RowInfo
 from dp_keras_opt.data.samplers import (
     BallsInBinsSampler,
     PoissonSampler,
     WithoutReplacementSampler,
-    random_groups,
-    random_order,
     rows_of,
 )
-from dp_keras_opt.data.users import examples_by_user
+from dp_keras_opt.data.units import Units
 from dp_keras_opt.deprecation import renamed_arguments
 from dp_keras_opt.noise.entropy import numpy_generator
-from dp_keras_opt.types import Adjacency
+from dp_keras_opt.types import Adjacency, Map
 from dp_keras_opt.workers import of_chief, place
 
 
 def poisson_batches(
-    data: tuple[Any, ...] | tf.data.Dataset,
+    data: Any,
     batch_size: BatchSizeLike,
     steps_per_epoch: int | None = None,
     *,
     physical_batch_size: int | None = None,
     max_batch_size: int | None = None,
+    map: Map | None = None,
+    views: int = 1,
     class_weight: Mapping[int, float] | None = None,
+    skip_unreadable: bool = False,
     adjacency: Adjacency | None = None,
     unit: str = "example",
     seed: int | None = None,
     max_bytes: int = 4 * 2**30,
 ) -> Batches:
-    """Poisson-sampled batches of data that fit in memory.
+    """Poisson-sampled batches.
 
     Each of the n examples is in each batch independently with probability `batch_size / n`, so
     that the number of examples varies around `batch_size` and may be 0. A batch is padded to the
@@ -70,11 +70,17 @@ def poisson_batches(
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)` of arrays with equal first dimension n, where x
-            and y may be nested dicts, tuples or lists of arrays; or a finite `tf.data.Dataset` of
-            such *examples*, not batches, which is read into memory once: random augmentation in it
-            would stay what it was then (call `map` on the result instead). Floating-point arrays
-            are cast to `keras.config.floatx()`, as by Keras. `sample_weight`: [n], or a structure
-            of such arrays for several outputs. Of arrays of numbers one copy is made.
+            and y may be nested dicts, tuples or lists of arrays. Of those in memory one copy is
+            made; those on disk, of `np.memmap`, h5py or zarr, or the paths of `.npy` files, stay
+            there, and only what is drawn is read. Or a *source* of examples that are read when
+            they are drawn: what `image_folder`, `text_folder` and `TFRecords` give, the path of
+            what `write` has written, of a Feather or of a Parquet file (which is read into memory),
+            data sets of Hugging Face, grain, ArrayRecord and TFDS, frames of pandas and Polars,
+            tables of Arrow, a `keras.utils.PyDataset` of single examples, or a `Source` of one's
+            own. Or a finite `tf.data.Dataset` of *examples*, not batches, which is read into
+            memory once: random augmentation in it would stay what it was then. Floating-point
+            arrays are cast to `keras.config.floatx()`, as by Keras. `sample_weight`: [n], or a
+            structure of such arrays for several outputs.
         batch_size: expected number of examples in a batch, from 1 to n. Where it changes during
             the training, `accounting.BatchSizes`, such as {0: 128, 500: 256}: stages by the step
             that they begin with, counted over all epochs. Fixed without looking at the data.
@@ -85,15 +91,27 @@ def poisson_batches(
             need one block; with a cap, all of its rows.
         max_batch_size: None, or the most examples in a batch, at least `batch_size`, chosen without
             looking at the data. For one worker.
+        map: None, or a function of one example: of x and y, or of what an example of a source is
+            where that is no tuple, such as a dict of columns. Returns (x, y), of the same shapes
+            for all examples; weights stay. It is called on each example alone, anew whenever that
+            is drawn, so that it cannot mix examples and random augmentation is another each time.
+            TensorFlow traces it; `PythonFunction` is for what cannot be traced.
+        views: K, how many times `map` is called on each example of a batch. The gradients of the K
+            views are averaged before they are clipped as one, so that ε is that of one view. A
+            batch has K rows for each example, which memory and time go by: see
+            `physical_batch_size`. Metrics are over views.
         class_weight: dict from class to weight, as in `keras.Model.fit` (which refuses it beside
             data that yield weights), for one output of integer or one-hot classes. Classes left
             out weigh 1. Weights computed from private class counts reveal them: use public ones.
+        skip_unreadable: whether an example that cannot be read, decoded or mapped counts as one
+            that contributes nothing, and is told of by `unreadable` of the result; default: it is
+            an error, which names it.
         adjacency, unit: see `dp.accounting.Sampling`. Default: "add_or_remove_one"; with a cap
             "zero_out", the only one that it can be accounted under.
         seed: None, or an integer for reproducible batches. Whoever knows the seed knows who is in
             which batch, so that amplification by sampling is void; a warning says so.
-        max_bytes: the most memory that the copy of the data may take. Arrays that would take more
-            are refused before they are read.
+        max_bytes: the most memory that the copy of data in memory may take. Arrays that would
+            take more are refused before they are read; what stays on disk does not count.
 
     Returns:
         `Batches` of `(x, y, RowInfo)`. In the element spec the first dimension of all tensors is
@@ -103,12 +121,23 @@ def poisson_batches(
     Raises:
         ValueError, TypeError: for arguments out of range or of another type, and for data that
             are empty, of unequal lengths, infinite, batched or larger than `max_bytes`; several
-            workers have a cap.
+            workers have a cap; there are views without `map`.
 
-    Reference, for the cap: Ganesh, "Tighter privacy analysis for truncated Poisson sampling", 2025,
+    References. For views: De, Berrada, Hayes, Smith and Balle, "Unlocking high-accuracy
+    differentially private image classification through scale", 2022, arXiv:2204.13650, section 3.2.
+    For the cap: Ganesh, "Tighter privacy analysis for truncated Poisson sampling", 2025,
     arXiv:2508.15089.
     """
-    examples, n = arrays.examples(data, class_weight, max_bytes)
+    units = Units.of(
+        "poisson_batches",
+        data,
+        class_weight=class_weight,
+        max_bytes=max_bytes,
+        map=map,
+        views=views,
+        skip_unreadable=skip_unreadable,
+    )
+    n = units.number
     size = _size_or_sizes(batch_size, n, "example")
     if max_batch_size is None:
         sampling = Sampling.poisson(n, size, adjacency or "add_or_remove_one", unit=unit)
@@ -122,23 +151,28 @@ def poisson_batches(
             n, size, max_batch_size, adjacency or "zero_out", unit=unit
         )
         _need_one_worker("max_batch_size cuts")
-    root = _root("poisson_batches", seed)
-    shards.check_same_data(examples)
-    everyone = [np.arange(n)]
     return _drawn_afresh(
-        examples, sampling, everyone, steps_per_epoch, physical_batch_size, root=root
+        units,
+        sampling,
+        views,
+        steps_per_epoch,
+        physical_batch_size,
+        root=_root("poisson_batches", seed),
     )
 
 
 def poisson_users(
     data: Any,
-    users: npt.ArrayLike,
+    users: npt.ArrayLike | str,
     batch_size: BatchSizeLike,
     steps_per_epoch: int | None = None,
     *,
     examples_per_user: int,
     physical_batch_size: int | None = None,
+    map: Map | None = None,
+    views: int = 1,
     class_weight: Mapping[int, float] | None = None,
+    skip_unreadable: bool = False,
     adjacency: Adjacency = "add_or_remove_one",
     unit: str = "user",
     seed: int | None = None,
@@ -161,9 +195,10 @@ def poisson_users(
     elsewhere, the number of users is public.
 
     Args:
-        data: `(x, y)` or `(x, y, sample_weight)` of arrays, as for `poisson_batches`; not a
-            `tf.data.Dataset`, whose order need not be that of `users`.
-        users: [n examples], the id of the user of each example: integers or strings.
+        data: as for `poisson_batches`; not a `tf.data.Dataset`, whose order need not be that of
+            `users`.
+        users: [n examples], the id of the user of each example: integers or strings; or the name
+            of the column of a table that has them.
         batch_size: expected number of *users* in a batch, from 1 to their number, or that of each
             stage, as for `poisson_batches`; what the optimizer's `batch_size` must be.
         steps_per_epoch: number of batches in each iteration. Default: ceil(n / batch_size).
@@ -171,42 +206,52 @@ def poisson_users(
             each user, however many of them are filled.
         physical_batch_size: rows to process at a time, of which whole users are taken, at least
             one. Default: that of `batch_size` plus two standard deviations users.
-        class_weight, adjacency, seed, max_bytes: as for `poisson_batches`.
+        map, views, class_weight, skip_unreadable, adjacency, seed, max_bytes: as for
+            `poisson_batches`.
         unit: what a user is called in the statement.
 
     Returns:
-        `Batches` of `(x, y, RowInfo)`. The first dimension of x and y is users·K.
+        `Batches` of `(x, y, RowInfo)`. The first dimension of x and y is users·K·views.
 
     Raises:
         ValueError, TypeError: as `poisson_batches`; there is not one id for each example, or ids
             are neither integers nor strings.
     """
-    examples, n, owned = _units(
-        "poisson_users", data, users, examples_per_user, class_weight, max_bytes
+    units = Units.of(
+        "poisson_users",
+        data,
+        users,
+        examples_per_user,
+        class_weight=class_weight,
+        max_bytes=max_bytes,
+        map=map,
+        views=views,
+        skip_unreadable=skip_unreadable,
     )
+    n = units.number
     sizes = _size_or_sizes(batch_size, n, "user")
     sampling = Sampling.poisson(n, sizes, adjacency, unit=unit, examples_per_unit=examples_per_user)
     root = _root("poisson_users", seed)
-    everyone = [np.arange(n)]
-    return _drawn_afresh(
-        examples, sampling, everyone, steps_per_epoch, physical_batch_size, owned, root
-    )
+    return _drawn_afresh(units, sampling, views, steps_per_epoch, physical_batch_size, root=root)
 
 
 def balls_in_bins(
-    data: tuple[Any, ...] | tf.data.Dataset,
+    data: Any,
     batch_size: int,
     *,
-    users: npt.ArrayLike | None = None,
+    users: npt.ArrayLike | str | None = None,
     examples_per_user: int | None = None,
     physical_batch_size: int | None = None,
+    map: Map | None = None,
+    views: int = 1,
     class_weight: Mapping[int, float] | None = None,
+    skip_unreadable: bool = False,
     adjacency: Adjacency = "add_or_remove_one",
     unit: str | None = None,
     seed: int | None = None,
     max_bytes: int = 4 * 2**30,
 ) -> Batches:
-    """Epochs over data that fit in memory, each example in one batch of each, drawn at random.
+    """Epochs over the data, each example in one batch of each, drawn at random.
 
     At the start of an epoch each of the n examples is put into one of its t = ceil(n / batch_size)
     batches, uniformly and independently of all others. So every example comes exactly once an
@@ -223,11 +268,12 @@ def balls_in_bins(
     as one that is not. Have one iteration at a time.
 
     Args:
-        data: as for `poisson_batches`; arrays where there are users.
+        data: as for `poisson_batches`; no `tf.data.Dataset` where there are users.
         batch_size: expected number of examples, or of users, in a batch, from 1 to n.
         users: None, or [n examples] ids, as for `poisson_users`.
         examples_per_user: K, the most examples of a user in an epoch, for `users`.
-        physical_batch_size, class_weight, max_bytes: as for `poisson_batches`.
+        physical_batch_size, map, views, class_weight, skip_unreadable, max_bytes: as for
+            `poisson_batches`.
         adjacency: "add_or_remove_one" or "zero_out".
         unit: what is protected, in words. Default: "example", or "user".
         seed: as for `poisson_batches`: it voids the amplification, and a warning says so.
@@ -241,38 +287,47 @@ def balls_in_bins(
 
     Reference: Chua et al., "Balls-and-bins sampling for DP-SGD", AISTATS 2025, arXiv:2412.16802.
     """
-    examples, n, owned = _units(
-        "balls_in_bins", data, users, examples_per_user, class_weight, max_bytes
+    units = Units.of(
+        "balls_in_bins",
+        data,
+        users,
+        examples_per_user,
+        class_weight=class_weight,
+        max_bytes=max_bytes,
+        map=map,
+        views=views,
+        skip_unreadable=skip_unreadable,
     )
     sampling = Sampling.balls_in_bins(
-        n,
-        _size(batch_size, n, owned),
+        units.number,
+        _size(batch_size, units),
         adjacency,
-        unit=unit or _word(owned),
+        unit=unit or units.word,
         examples_per_unit=examples_per_user,
     )
-    sampling = dataclasses.replace(sampling, passes=Passes())
+    sampling = dataclasses.replace(sampling, passes=Passes(), views=views)
     root = _root("balls_in_bins", seed)
     block = _block(sampling, physical_batch_size)
-    worker, workers = place()
-    own = np.arange(n)[worker::workers]
-    sampler = BallsInBinsSampler(sampling, own, block, owned, root)
-    return _of_sampler(examples, sampler, block, sampling.steps_per_epoch)
+    sampler = BallsInBinsSampler(sampling, units.own, block, units.examples_of, root)
+    return _of_sampler(units.examples, sampler, block, sampling.steps_per_epoch)
 
 
 def without_replacement_batches(
-    data: tuple[Any, ...] | tf.data.Dataset,
+    data: Any,
     batch_size: int,
     steps_per_epoch: int | None = None,
     *,
     physical_batch_size: int | None = None,
+    map: Map | None = None,
+    views: int = 1,
     class_weight: Mapping[int, float] | None = None,
+    skip_unreadable: bool = False,
     adjacency: Adjacency = "replace_one",
     unit: str = "example",
     seed: int | None = None,
     max_bytes: int = 4 * 2**30,
 ) -> Batches:
-    """Batches of data that fit in memory, each a uniformly random subset of one size.
+    """Batches that are each a uniformly random subset of one size.
 
     Each batch has exactly `batch_size` of the n examples, drawn without looking at other batches:
     an example can come in two that follow each other, or in none of an epoch. All batches have one
@@ -282,7 +337,8 @@ def without_replacement_batches(
     system, anew in each iteration.
 
     Args:
-        data, steps_per_epoch, class_weight, seed, max_bytes: as for `poisson_batches`.
+        data, steps_per_epoch, map, views, class_weight, skip_unreadable, seed, max_bytes: as for
+            `poisson_batches`.
         batch_size: examples in a batch, from 1 to n.
         physical_batch_size: rows to process at a time, to a multiple of which batches are padded.
             Default: `batch_size`.
@@ -298,29 +354,43 @@ def without_replacement_batches(
     Reference: Wang, Balle and Kasiviswanathan, "Subsampled Rényi differential privacy and
     analytical moments accountant", AISTATS 2019, arXiv:1808.00087.
     """
-    examples, n = arrays.examples(data, class_weight, max_bytes)
-    batch_size = whole_number(batch_size, "batch_size", 1, f"There are {n} examples.", maximum=n)
-    sampling = Sampling.without_replacement(n, batch_size, adjacency, unit=unit)
+    units = Units.of(
+        "without_replacement_batches",
+        data,
+        class_weight=class_weight,
+        max_bytes=max_bytes,
+        map=map,
+        views=views,
+        skip_unreadable=skip_unreadable,
+    )
+    batch_size = _size(batch_size, units)
+    sampling = Sampling.without_replacement(units.number, batch_size, adjacency, unit=unit)
     _need_one_worker("without_replacement_batches draws")
-    root = _root("without_replacement_batches", seed)
-    everyone = [np.arange(n)]
-    kind = WithoutReplacementSampler
     return _drawn_afresh(
-        examples, sampling, everyone, steps_per_epoch, physical_batch_size, None, root, kind
+        units,
+        sampling,
+        views,
+        steps_per_epoch,
+        physical_batch_size,
+        root=_root("without_replacement_batches", seed),
+        sampler=WithoutReplacementSampler,
     )
 
 
 @renamed_arguments(arrangement="order_seed")
 def cyclic_poisson(
-    data: tuple[Any, ...] | tf.data.Dataset,
+    data: Any,
     batch_size: int,
     groups: int,
     steps_per_epoch: int | None = None,
     *,
-    users: npt.ArrayLike | None = None,
+    users: npt.ArrayLike | str | None = None,
     examples_per_user: int | None = None,
     physical_batch_size: int | None = None,
+    map: Map | None = None,
+    views: int = 1,
     class_weight: Mapping[int, float] | None = None,
+    skip_unreadable: bool = False,
     adjacency: Adjacency = "add_or_remove_one",
     unit: str | None = None,
     order_seed: int | None = None,
@@ -340,7 +410,8 @@ def cyclic_poisson(
 
     Args:
         data, batch_size, users, examples_per_user, unit: as for `balls_in_bins`.
-        physical_batch_size, class_weight, adjacency, max_bytes: as for `poisson_batches`.
+        physical_batch_size, map, views, class_weight, skip_unreadable, adjacency, max_bytes: as
+            for `poisson_batches`.
         groups: from the bands of the noise to n / batch_size.
         steps_per_epoch: a multiple of `groups`. Default: the least one that is n / batch_size or
             more.
@@ -356,14 +427,22 @@ def cyclic_poisson(
     Reference: Choquette-Choo et al., "(Amplified) banded matrix factorization: a unified approach
     to private training", NeurIPS 2023, arXiv:2306.08153, section 5.
     """
-    examples, n, owned = _units(
-        "cyclic_poisson", data, users, examples_per_user, class_weight, max_bytes
+    units = Units.of(
+        "cyclic_poisson",
+        data,
+        users,
+        examples_per_user,
+        class_weight=class_weight,
+        max_bytes=max_bytes,
+        map=map,
+        views=views,
+        skip_unreadable=skip_unreadable,
     )
-    word = _word(owned)
+    n, word = units.number, units.word
     groups = whole_number(groups, "groups", 1, f"There are {n} {word}s.", maximum=n)
     sampling = Sampling.cyclic_poisson(
         n,
-        _size(batch_size, n, owned),
+        _size(batch_size, units),
         groups,
         adjacency,
         unit=unit or word,
@@ -375,28 +454,29 @@ def cyclic_poisson(
             "iteration would begin with the first group too soon."
         )
     order_seed = _shared_seed() if order_seed is None else order_seed
-    members = random_groups(n, groups, order_seed)
-    batches = _drawn_afresh(
-        examples, sampling, members, steps_per_epoch, physical_batch_size, owned
-    )
+    members = units.in_groups(groups, order_seed)
+    batches = _drawn_afresh(units, sampling, views, steps_per_epoch, physical_batch_size, members)
     return dataclasses.replace(batches, order_seed=order_seed)
 
 
 @renamed_arguments(arrangement="order_seed")
 def fixed_order_epochs(
-    data: tuple[Any, ...] | tf.data.Dataset,
+    data: Any,
     batch_size: int,
     *,
-    users: npt.ArrayLike | None = None,
+    users: npt.ArrayLike | str | None = None,
     examples_per_user: int | None = None,
     drop_remainder: bool = False,
+    map: Map | None = None,
+    views: int = 1,
     class_weight: Mapping[int, float] | None = None,
+    skip_unreadable: bool = False,
     adjacency: Adjacency = "replace_one",
     unit: str | None = None,
     order_seed: int | None = None,
     max_bytes: int = 4 * 2**30,
 ) -> Batches:
-    """Epochs over data that fit in memory, in one order: for correlated noise.
+    """Epochs over the data, in one order: for correlated noise.
 
     The order is drawn once; in every epoch each example comes at the same step, so that the steps
     it takes part in are exactly an epoch's length apart. An incomplete last batch is padded.
@@ -406,7 +486,7 @@ def fixed_order_epochs(
 
     Args:
         data, users, examples_per_user, unit: as for `balls_in_bins`.
-        class_weight, adjacency, max_bytes: as for `poisson_batches`.
+        map, views, class_weight, skip_unreadable, adjacency, max_bytes: as for `poisson_batches`.
         batch_size: examples, or users, in a batch, from 1 to n.
         drop_remainder: whether an incomplete last batch is left out.
         order_seed: None, or what `DPModel.resume_run` returned, for the order of that run.
@@ -417,100 +497,68 @@ def fixed_order_epochs(
     Raises:
         ValueError, TypeError: as `balls_in_bins`.
     """
-    examples, n, owned = _units(
-        "fixed_order_epochs", data, users, examples_per_user, class_weight, max_bytes
+    units = Units.of(
+        "fixed_order_epochs",
+        data,
+        users,
+        examples_per_user,
+        class_weight=class_weight,
+        max_bytes=max_bytes,
+        map=map,
+        views=views,
+        skip_unreadable=skip_unreadable,
     )
-    batch_size = _size(batch_size, n, owned)
+    batch_size = _size(batch_size, units)
     sampling = Sampling.fixed_order(
-        n,
+        units.number,
         batch_size,
         adjacency,
-        unit=unit or _word(owned),
+        unit=unit or units.word,
         drop_remainder=drop_remainder,
         examples_per_unit=examples_per_user,
     )
+    sampling = dataclasses.replace(sampling, views=views)
     steps = sampling.steps_per_epoch
     order_seed = _shared_seed() if order_seed is None else order_seed
-    order = random_order(n, steps, batch_size, order_seed)
-    worker, workers = place()
-    filled = np.pad(order, [(0, 0), (0, -batch_size % workers)], constant_values=-1)
-    own = filled[:, worker::workers]
-    rows = own.shape[1] * (examples_per_user or 1)
+    own = units.in_order(steps, batch_size, order_seed)
+    rows = own.shape[1] * (sampling.rows_per_unit or 1)
 
     def draws():
-        return (rows_of(numpy_generator(), units, owned, sampling) for units in own)
+        return (rows_of(numpy_generator(), each, units.examples_of, sampling) for each in own)
 
-    dataset = _gathered(examples, draws, rows, steps, examples_per_user)
-    return Batches(dataset, _padded(sampling), rows, steps, order_seed, workers)
-
-
-def _units(name, data, users, examples_per_user, class_weight, max_bytes):
-    """The examples as tensors, and whose they are.
-
-    Returns:
-        (x, y, sample_weight); n, the number of examples or of users; None, or the indices of each
-        user's examples.
-    """
-    if (users is None) != (examples_per_user is None):
-        raise ValueError(
-            "users and examples_per_user go together: whose the examples are, and how many of a "
-            f"user take part. Received: examples_per_user={examples_per_user} "
-            f"{'without' if users is None else 'with'} users."
-        )
-    if users is None:
-        examples, n = arrays.examples(data, class_weight, max_bytes)
-        shards.check_same_data(examples)
-        return examples, n, None
-    if isinstance(data, tf.data.Dataset):
-        raise TypeError(
-            f"{name} with users needs arrays: the examples of a tf.data.Dataset can come in "
-            "another order than their users. Received: a tf.data.Dataset. Read it into arrays "
-            "first."
-        )
-    whole_number(examples_per_user, "examples_per_user")
-    examples, n = arrays.examples(data, class_weight, max_bytes)
-    owned = examples_by_user(users, n)
-    shards.check_same_data((*examples, np.asarray(users)))
-    return examples, len(owned), owned
+    return _gathered(units.examples, draws, rows, rows, sampling, steps, order_seed)
 
 
 def _size_or_sizes(batch_size, n, word):
     return batch_sizes.resolve("batch_size", batch_size, f"There are {n} {word}s.", n)
 
 
-def _word(owned):
-    return "example" if owned is None else "user"
-
-
-def _size(batch_size, n, owned):
-    return whole_number(batch_size, "batch_size", 1, f"There are {n} {_word(owned)}s.", maximum=n)
+def _size(batch_size, units):
+    n = units.number
+    return whole_number(batch_size, "batch_size", 1, f"There are {n} {units.word}s.", maximum=n)
 
 
 def _drawn_afresh(
-    examples,
+    units,
     sampling,
-    groups,
+    views,
     steps_per_epoch,
     physical_batch_size,
-    owned=None,
+    groups=None,
     root=None,
     sampler=PoissonSampler,
 ):
-    """`Batches` that a `PoissonSampler` draws: of examples or, with `owned`, of users.
+    """`Batches` that a `PoissonSampler` draws.
 
     Args:
-        examples: (x, y, sample_weight), structures of tensors.
-        sampling: the `Sampling`.
-        groups: the indices of the units of each group.
-        steps_per_epoch, physical_batch_size: as for `poisson_batches`.
-        owned: None, or the indices of each user's examples.
+        units: the `Units`.
+        sampling: the `Sampling`, of one view.
+        views, steps_per_epoch, physical_batch_size: as for `poisson_batches`.
+        groups: None, or the units of each group that this worker draws.
         root: None, or the generator of all draws.
         sampler: `PoissonSampler`, or a subclass.
     """
-    # Each worker draws from units of its own: whatever the workers draw, none is drawn twice, and
-    # each is drawn independently of all others, as it is by one worker.
-    worker, workers = place()
-    groups = [members[worker::workers] for members in groups]
+    sampling = dataclasses.replace(sampling, views=views)
     if sampling.batch_sizes is not None:
         sampling = dataclasses.replace(sampling, passes=Passes())
     if steps_per_epoch is None:
@@ -520,13 +568,14 @@ def _drawn_afresh(
     padded = block
     if sampling.largest_batch < math.inf:  # all batches are padded to one size
         padded = block * -(-sampling.largest_batch // block)
-    draws = sampler(sampling, groups, steps_per_epoch, padded, owned, root)
-    return _of_sampler(examples, draws, block, steps_per_epoch)
+    groups = [units.own] if groups is None else groups
+    draws = sampler(sampling, groups, steps_per_epoch, padded, units.examples_of, root)
+    return _of_sampler(units.examples, draws, block, steps_per_epoch)
 
 
 def _block(sampling, physical_batch_size):
     """How many units are processed at a time; default: what most draws of a worker's share need."""
-    per_unit = sampling.examples_per_unit or 1
+    per_unit = sampling.rows_per_unit or 1
     if physical_batch_size is None and sampling.largest_batch < math.inf:
         physical_batch_size = sampling.largest_batch
     elif physical_batch_size is None:
@@ -541,11 +590,10 @@ def _block(sampling, physical_batch_size):
 def _of_sampler(examples, sampler, block, steps):
     """`Batches` of as many draws of a sampler, padded to whole blocks of units."""
     sampling = sampler.sampling
-    per_unit = sampling.examples_per_unit or 1
+    per_unit = sampling.rows_per_unit or 1
     most = min(sampling.largest_batch, sampling.num_examples)
     rows = sampler.block * per_unit if sampler.block >= most else None
-    dataset = _gathered(examples, lambda: iter(sampler), rows, steps, sampling.examples_per_unit)
-    return Batches(dataset, _padded(sampling), block * per_unit, steps, workers=place()[1])
+    return _gathered(examples, lambda: iter(sampler), rows, block * per_unit, sampling, steps)
 
 
 def _need_one_worker(what):
@@ -557,44 +605,44 @@ def _need_one_worker(what):
         )
 
 
-def _gathered(tensors, draws, rows, steps, rows_per_user=None):
-    """The data set of batches whose examples `draws` yields as indices.
+def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
+    """`Batches` of the examples whose indices `draws` yields.
 
     Args:
-        tensors: (x, y, sample_weight).
+        examples: `InMemory` or `FromSource`.
         draws: function that gives an iterator of int64 arrays: i for an example, ~i (negative) for
             padding with the values of example i.
-        rows: their length, where it is always the same.
-        steps: how many there are.
-        rows_per_user: K where each K rows are one user's.
+        rows: how many there are of it in a batch, where that is always the same.
+        block: how many of them are processed at a time.
+        sampling: the `Sampling`.
+        steps: the number of batches.
+        order_seed: as of `Batches`.
     """
 
+    def indices():
+        examples.begin()
+        return (np.repeat(each, sampling.views) for each in draws())
+
     def gather(indices):
-        mask = tf.cast(indices >= 0, tf.float32)
-        places = tf.maximum(indices, -1 - indices)
-        batch_x, batch_y, weight = tf.nest.map_structure(
-            lambda values: None if values is None else tf.gather(values, places), tensors
-        )
+        (x, y, weight), mask = examples.gather(indices)
         weight = tf.nest.map_structure(lambda w: None if w is None else w * mask, weight)
-        if rows_per_user is not None:
-            mask = tf.reshape(mask, (-1, rows_per_user))
-        return batch_x, batch_y, RowInfo(mask, weight)
+        if sampling.rows_per_unit is not None:
+            mask = tf.reshape(mask, (-1, sampling.rows_per_unit))
+        return x, y, RowInfo(mask, weight)
 
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False  # they copy the tensors
-    return (
-        tf.data.Dataset.from_generator(draws, output_signature=tf.TensorSpec([rows], tf.int64))
+    dataset = (
+        tf.data.Dataset.from_generator(indices, output_signature=tf.TensorSpec([rows], tf.int64))
         # Captures the tensors: as constants they could not exceed 2 GB.
         .map(gather, num_parallel_calls=tf.data.AUTOTUNE)
         .apply(tf.data.experimental.assert_cardinality(steps))
         .prefetch(tf.data.AUTOTUNE)
         .with_options(options)
     )
-
-
-def _padded(sampling):
-    """The sampling of batches that are padded: without their `RowInfo`, training refuses them."""
-    return dataclasses.replace(sampling, is_padded=True)
+    # Without their `RowInfo`, training refuses batches that are padded.
+    padded = dataclasses.replace(sampling, is_padded=True)
+    return Batches(dataset, padded, block, steps, order_seed, place()[1], examples)
 
 
 def _root(name, seed):

@@ -1,0 +1,184 @@
+"""A function of one example, applied to each of those that were read for a batch."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.checks import whole_number
+from dp_keras_opt.data.sources import stacking
+
+
+def of(function):
+    """What maps columns: of a function that TensorFlow traces, or of a `PythonFunction`."""
+    if isinstance(function, PythonFunction):
+        return function.map_rows
+    if not callable(function):
+        raise TypeError(f"map must be a function of one example; received {function!r}.")
+    return Traced(function)
+
+
+class PythonFunction:
+    """A function of one example that TensorFlow cannot trace, as `map` of a sampler.
+
+    For tokenizers and whatever else is Python: it is called with NumPy arrays and strings, one
+    example at a time, so that it cannot mix examples, anew whenever one is drawn.
+
+    Args:
+        function: takes what an example is (x and y where it is such a tuple), and returns the new
+            one, as tuples and dicts of arrays, numbers and strings.
+        processes: 0, in this process; or in how many others, at the same time. These are spawned,
+            so that their random numbers are their own: `function` must be one that can be imported
+            (of a module, and no lambda), and a script that is run must have its work under
+            `if __name__ == "__main__":`.
+    """
+
+    def __init__(self, function: Callable[..., Any], processes: int = 0) -> None:
+        if not callable(function):
+            raise TypeError(f"function must be a function of one example; received {function!r}.")
+        self.function = function
+        self.processes = whole_number(processes, "processes", 0)
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self._lock = threading.Lock()
+        if self.processes:
+            self._check_importable()
+
+    def map_rows(self, rows: Any) -> Any:
+        """Columns of the new examples, from those of the old."""
+        if not self.processes:
+            return _each_row(self.function, rows)
+        count = len(tf.nest.flatten(rows)[0])
+        parts = np.array_split(np.arange(count), min(self.processes, count))
+        shares = [stacking.rows(rows, part) for part in parts]
+        pool = self._workers()
+        done = [pool.submit(_each_row, self.function, share) for share in shares]
+        return stacking.joined([each.result() for each in done])
+
+    def _workers(self):
+        with self._lock:
+            if self._pool is None:
+                spawned = multiprocessing.get_context("spawn")
+                self._pool = concurrent.futures.ProcessPoolExecutor(self.processes, spawned)
+            return self._pool
+
+    def _check_importable(self):
+        try:
+            pickle.dumps(self.function)
+        except Exception as error:
+            raise TypeError(
+                f"{self.function!r} cannot be sent to other processes: {error}. Define it at the "
+                "top of a module, or use processes=0."
+            ) from error
+
+
+class Traced:
+    """A function of one example that runs in TensorFlow, compiled once for each form of it."""
+
+    def __init__(self, function):
+        self._function = function
+        self._compiled: dict[Any, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, rows):
+        flat = [_tensor(array) for array in tf.nest.flatten(rows)]
+        with tf.device("CPU:0"):
+            compiled, form = self._of_form(rows, flat)
+            return tf.nest.map_structure(_array, tf.nest.pack_sequence_as(form, compiled(*flat)))
+
+    def _of_form(self, rows, flat):
+        """(what maps tensors of this form, the structure of what it gives)."""
+        specs = tuple(_any_number_of(tensor) for tensor in flat)
+        with self._lock:
+            kind = tuple((type(spec), spec.dtype, spec.shape.rank) for spec in specs)
+            seen = self._compiled.setdefault(kind, [])
+            for known, *found in seen:
+                if all(k.is_compatible_with(s) for k, s in zip(known, specs, strict=True)):
+                    return found
+            if seen:  # sizes that change once will go on changing
+                specs = tuple(map(_of_any_size, specs))
+            seen.append((specs, *self._compile(rows, specs)))
+            return seen[-1][1:]
+
+    def _compile(self, rows, specs):
+        """A function of the tensors of many examples; the structure of what it gives."""
+        one = [tf.TensorSpec(spec.shape[1:], spec.dtype) for spec in specs]
+
+        def example(*leaves):
+            return call(self._function, tf.nest.pack_sequence_as(rows, leaves))
+
+        # No variable may be made whenever it is called, so that it is called once before.
+        traced = tf.function(example, autograph=True).get_concrete_function(*one)
+        form = tf.nest.map_structure(lambda _: 0, traced.structured_outputs)
+        outputs = tf.nest.flatten(traced.structured_outputs)
+        inputs = {id(tensor): place for place, tensor in enumerate(traced.inputs)}
+        places = [inputs.get(id(tensor)) for tensor in traced.outputs]
+        if None not in places:  # it only picks
+            return (lambda *leaves: [leaves[place] for place in places]), form
+        signature = [_of_new(spec) for spec in outputs]
+
+        def many(*leaves):
+            return tf.map_fn(
+                lambda each: tf.nest.flatten(traced(*each)), leaves, fn_output_signature=signature
+            )
+
+        return tf.function(many, input_signature=specs, autograph=False), form
+
+
+def call(function, example):
+    """`function` of an example, which as a tuple is its arguments."""
+    return function(*example) if isinstance(example, tuple) else function(example)
+
+
+def _each_row(function, rows):
+    count = len(tf.nest.flatten(rows)[0])
+    return stacking.stacked([call(function, stacking.row(rows, index)) for index in range(count)])
+
+
+def _tensor(array):
+    """A column as a tensor; ragged where its examples have several lengths."""
+    if not stacking.is_ragged(array):
+        return tf.convert_to_tensor(array)
+    if any(value.ndim != 1 for value in array):
+        shapes = sorted({value.shape for value in array})
+        raise ValueError(
+            f"Examples of the shapes {shapes} go through no function of TensorFlow: of several "
+            "sizes can be one dimension only. Use a PythonFunction that makes them equal."
+        )
+    return tf.RaggedTensor.from_row_lengths(np.concatenate(array), [len(v) for v in array])
+
+
+def _any_number_of(tensor):
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.RaggedTensorSpec([None, None], tensor.dtype, ragged_rank=1)
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+
+
+def _of_any_size(spec):
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return spec
+    return tf.TensorSpec([None] * spec.shape.rank, spec.dtype)
+
+
+def _of_new(tensor):
+    """The signature of what `tf.map_fn` gives for an output of this form."""
+    if tensor.shape.is_fully_defined():
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
+    if tensor.shape.rank is None:
+        raise ValueError(
+            "The function of `map` gives a tensor whose number of dimensions TensorFlow cannot "
+            "tell. Name its shape with tf.ensure_shape."
+        )
+    return tf.RaggedTensorSpec(tensor.shape, tensor.dtype, ragged_rank=0)
+
+
+def _array(tensor):
+    if isinstance(tensor, tf.RaggedTensor):
+        return stacking.column([row.numpy() for row in tensor])
+    return tensor.numpy()

@@ -1,0 +1,40 @@
+"""Records that are read by their number: ArrayRecord, grain, TFDS, `keras.utils.PyDataset`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from dp_keras_opt.data.sources.stacking import stacked
+
+
+class Records:
+    """Random access to single records, as a source.
+
+    Reads several at once where the records have `__getitems__`, as those of ArrayRecord, TFDS and
+    PyTorch's data sets may have, and else one by one.
+
+    Args:
+        records: has a length, and gives a record, an example, for an integer.
+    """
+
+    def __init__(self, records: Any) -> None:
+        self._records = records
+        module = type(records).__module__.partition(".")[0]
+        # One reader for all threads is what these two promise; of other classes nothing is known.
+        self.is_thread_safe = module in ("array_record", "grain")
+
+    def __len__(self) -> int:
+        if isinstance(self._records, keras.utils.PyDataset):
+            return self._records.num_batches
+        return len(self._records)
+
+    def __getitem__(self, indices: np.ndarray) -> Any:
+        places = indices.tolist()
+        if hasattr(self._records, "__getitems__"):
+            records = self._records.__getitems__(places)
+        else:
+            records = [self._records[place] for place in places]
+        return stacked(records)

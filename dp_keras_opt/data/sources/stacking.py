@@ -1,0 +1,52 @@
+"""Rows that were read one by one, as columns; and columns, as rows."""
+
+import numpy as np
+import tensorflow as tf
+
+
+def stacked(rows):
+    """One structure of arrays from a list of structures of values of one form."""
+    return tf.nest.map_structure(lambda *values: column(values), *rows)
+
+
+def column(values):
+    """An array of values, along a new first dimension; of objects where their shapes differ."""
+    if isinstance(values[0], str | bytes):  # NumPy's own type for them ends in no zero byte
+        return np.array(values, object)
+    arrays = [np.asarray(value) for value in values]
+    if len({array.shape for array in arrays}) == 1:
+        return np.stack(arrays)
+    ragged = np.empty(len(arrays), object)
+    ragged[:] = arrays
+    return ragged
+
+
+def joined(parts):
+    """One structure of columns from a list of such, one after the other."""
+    return tf.nest.map_structure(_joined, *parts)
+
+
+def _joined(*columns):
+    if len({array.shape[1:] for array in columns}) == 1:
+        return np.concatenate(columns)
+    return column([value for array in columns for value in array])
+
+
+def row(structure, index):
+    """One row of a structure of columns."""
+    return tf.nest.map_structure(lambda array: array[index], structure)
+
+
+def rows(structure, indices):
+    """Some rows of a structure of columns."""
+    return tf.nest.map_structure(lambda array: array[indices], structure)
+
+
+def settled(array):
+    """A column of objects as one of numbers, where its arrays are of one shape after all."""
+    return column(list(array)) if is_ragged(array) else array
+
+
+def is_ragged(array):
+    """Whether an array holds arrays, of several shapes; strings are values."""
+    return array.dtype == object and any(isinstance(value, np.ndarray) for value in array)
