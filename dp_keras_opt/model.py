@@ -20,7 +20,7 @@ from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.clipping import state_changes
-from dp_keras_opt.data import RowInfo
+from dp_keras_opt.data import Blocks, RowInfo
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.training import (
     fit_arguments,
@@ -32,7 +32,7 @@ from dp_keras_opt.training import (
     step,
     weight_history,
 )
-from dp_keras_opt.training.batches import as_batch, by_row
+from dp_keras_opt.training.batches import as_batch, blocks_of, by_row
 from dp_keras_opt.training.fit_arguments import FitArguments
 from dp_keras_opt.training.guard import PrivacyGuard, steps_taken
 from dp_keras_opt.types import Accountant, Path
@@ -457,11 +457,15 @@ class DPModel(keras.Model):
         """Puts the privacy guard around Keras's train function."""
         if self.train_function is not None and not force:
             return
-        if workers.is_used(self.distribute_strategy):
-            steps = replicated.train_function(self, self._local_sums)
-        else:
+        steps = by_blocks = replicated.train_function(self, self._local_sums)
+        if not workers.is_used(self.distribute_strategy):
             super().make_train_function(force=True)
-            steps = self.train_function
+            by_keras = self.train_function
+
+            def steps(iterator):
+                of_blocks = isinstance(getattr(iterator, "element_spec", None), Blocks)
+                return (by_blocks if of_blocks else by_keras)(iterator)
+
         steps = state_changes.unchanged(steps, self._step.engines.hidden_state)
         self.train_function = self._guard.around(self, steps, self._check_before_tracing)
 
@@ -475,17 +479,17 @@ class DPModel(keras.Model):
         Raises:
             RuntimeError: it was not called by `fit` or `train_on_batch`, which keep the ledger.
         """
-        batch, engines = step.admitted(self, self._step, self._guard, data)
-        return step.train_step(self, lambda queries: self._sums(batch, queries, engines))
+        parts, engines = step.admitted(self, self._step, self._guard, data)
+        return step.train_step(self, lambda queries: self._sums(parts, queries, engines))
 
-    def _sums(self, batch, queries, engines):
-        sums = step.sums_in_chunks(self, self._step, batch, queries, engines)
+    def _sums(self, parts, queries, engines):
+        sums = step.sums_in_chunks(self, self._step, parts, queries, engines)
         return sums, self.get_metrics_result()
 
     def _local_sums(self, data):
         """(clipped sums of the rows of one replica, its logs)."""
-        batch, engines = step.admitted(self, self._step, self._guard, data)
-        return self._sums(batch, self.optimizer.queries(), engines)
+        parts, engines = step.admitted(self, self._step, self._guard, data)
+        return self._sums(parts, self.optimizer.queries(), engines)
 
     def engines(self, batch: clipping.Batch) -> Any:
         """Which engine serves which layer in batches of this form, checked before."""
@@ -504,11 +508,13 @@ class DPModel(keras.Model):
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
-        if iterator is None or not workers.is_used(strategy):
+        if iterator is None or _keras.strategy_of_model(self) is None:
+            return super()._maybe_symbolic_build(iterator, data_batch)
+        specs = replicated.element_spec(_keras.distributed_data(iterator))
+        if not workers.is_used(strategy) and not isinstance(specs, Blocks):
             return super()._maybe_symbolic_build(iterator, data_batch)
         with strategy.scope():
-            specs = replicated.element_spec(_keras.distributed_data(iterator))
-            _keras.build_from_specs(self, specs)
+            _keras.build_from_specs(self, blocks_of(specs)[0])
 
     # Losses, metrics, evaluation.
 

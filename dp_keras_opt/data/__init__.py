@@ -16,6 +16,7 @@ from dp_keras_opt.data.batches import (  # noqa: F401
     is_endless,
     number_of_batches,
 )
+from dp_keras_opt.data.buckets import Blocks, Buckets
 from dp_keras_opt.data.mapping import PythonFunction
 from dp_keras_opt.data.public import with_public
 from dp_keras_opt.data.sampled import (
@@ -36,6 +37,8 @@ from dp_keras_opt.deprecation import renamed_names
 
 __all__ = [
     "Batches",
+    "Blocks",
+    "Buckets",
     "PythonFunction",
     "RowInfo",
     "Source",

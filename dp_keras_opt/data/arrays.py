@@ -7,20 +7,22 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.data import held
+from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import OnDisk, open_column
 
 _ROWS_READ = 4096  # of a column that is read in parts
 
 
-def columns(data, max_bytes):
+def columns(data, max_bytes, any_length=False):
     """`(x, y, sample_weight)`, structures of arrays of equal length; the last may be None.
 
-    Those of files stay there, as `OnDisk`. What is in memory takes no more than allowed.
+    Those of files stay there, as `OnDisk`. What is in memory takes no more than allowed. With
+    `any_length` a column may be of objects that are each the array of an example.
     """
     check_tuple(data)
     names = ("x", "y", "sample_weight") if len(data) == 3 and data[2] is not None else ("x", "y")
     named = {
-        name: _map(lambda leaf, name=name: array(name, leaf, max_bytes), structure)
+        name: _map(lambda leaf, name=name: array(name, leaf, max_bytes, any_length), structure)
         for name, structure in zip(names, data, strict=False)
     }
     lengths = {name: [len(a) for a in tf.nest.flatten(s)] for name, s in named.items()}
@@ -61,9 +63,12 @@ def _map(function, structure):
     return function(structure)
 
 
-def array(name, value, max_bytes):
+def array(name, value, max_bytes, any_length=False):
     """One leaf of the data as an array, a tensor or an `OnDisk`, that has a first dimension."""
     value = open_column(value)
+    rows = _rows(value) if any_length else None
+    if rows is not None:
+        return rows
     as_it_is = isinstance(value, tf.Tensor | OnDisk)
     array = value if as_it_is else _as_array(name, value, max_bytes)
     if not array.shape or not _is_numbers_or_strings(array):
@@ -78,6 +83,20 @@ def array(name, value, max_bytes):
             "it in the loss, or mask them."
         )
     return array
+
+
+def _rows(value):
+    """A column of arrays of several lengths as an array of objects, each an array; else None."""
+    if isinstance(value, tf.RaggedTensor):
+        splits = value.row_splits.numpy()[1:-1]
+        return stacking.in_rows(np.split(value.values.numpy(), splits))
+    if np.dtype(object) != getattr(value, "dtype", None):
+        return None
+    values = list(np.asarray(value))
+    if not values or not all(isinstance(row, np.ndarray | list | tuple) for row in values):
+        return None
+    rows = stacking.in_rows([np.asarray(row) for row in values])
+    return rows if all(row.ndim and row.dtype.kind in "biufcOSU" for row in rows) else None
 
 
 def _as_array(name, value, max_bytes):

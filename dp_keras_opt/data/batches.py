@@ -14,6 +14,7 @@ import tensorflow as tf
 from dp_keras_opt import deprecation
 from dp_keras_opt._keras import is_grain_dataset, is_tf_dataset, is_torch_dataloader
 from dp_keras_opt.accounting.sampling import Sampling
+from dp_keras_opt.data.buckets import Blocks, blocks_of
 from dp_keras_opt.workers import place
 
 
@@ -84,12 +85,18 @@ class Batches:
                 its new x and y, of the same shapes for all examples. It is traced by `tf.data`.
 
         Raises:
-            TypeError: the data is no `tf.data.Dataset`, or `function` does not return (x, y).
+            TypeError: the data is no `tf.data.Dataset`, or of `Blocks`; or `function` does not
+                return (x, y).
         """
         if not isinstance(self.dataset, tf.data.Dataset):
             raise TypeError(
                 "map needs batches of a tf.data.Dataset, received those of a "
                 f"{type(self.dataset).__name__}. Change the examples where they are made."
+            )
+        if isinstance(self.dataset.element_spec, Blocks):
+            raise TypeError(
+                "These batches are put into buckets, and their examples padded already. Give the "
+                "function as map= of the sampler, which calls it on each example before that."
             )
         pairs = self.dataset.map(lambda x, y, *rows: (x, y))
         signature = pairs.unbatch().map(function).element_spec  # traced, and never run
@@ -267,13 +274,16 @@ def check_rows(batches):
     spec = getattr(batches.dataset, "element_spec", None)
     if batches.physical_batch_size is None or spec is None:
         return
-    if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], RowInfo)):
-        raise ValueError(LOST_ROWS)
+    for part in blocks_of(spec):
+        if not (isinstance(part, tuple) and len(part) == 3 and isinstance(part[2], RowInfo)):
+            raise ValueError(LOST_ROWS)
 
 
 def _fixed_batch_size(data):
     """The static number of examples in all batches of a `tf.data.Dataset`, if there is one."""
     spec = getattr(data, "element_spec", None)
+    if isinstance(spec, Blocks):
+        return None
     if isinstance(spec, tuple) and any(isinstance(part, RowInfo) for part in spec):
         return None  # the rows are fixed, the examples among them are not
     sizes = {leaf.shape[0] for leaf in tf.nest.flatten(spec) if getattr(leaf, "shape", ())}

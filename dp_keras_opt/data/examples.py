@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import threading
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import arrays, held, mapping, reading
+from dp_keras_opt.data.buckets import Buckets
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import Columns, OnDisk
 from dp_keras_opt.data.sources.opening import as_source
@@ -19,14 +21,19 @@ from dp_keras_opt.data.sources.tables import ArrowTable
 _COMPARED = 64  # records that tell whether workers have the same data
 
 
-def of(data, class_weight=None, max_bytes=2**40, *, map=None, skip_unreadable=False):
+def of(data, class_weight=None, max_bytes=2**40, *, map=None, buckets=None, skip_unreadable=False):
     """The `InMemory` or `FromSource` examples of what a user gives to a sampler.
 
     Args:
         data: a tuple (x, y) or (x, y, sample_weight) of structures of arrays, in memory or on disk;
             a `tf.data.Dataset`; or a source.
-        class_weight, max_bytes, map, skip_unreadable: as for `poisson_batches`.
+        class_weight, max_bytes, map, buckets, skip_unreadable: as for `poisson_batches`.
     """
+    if not isinstance(buckets, Buckets | None):
+        raise TypeError(
+            "buckets must be dp_keras_opt.data.Buckets, such as Buckets(512); received "
+            f"{buckets!r}."
+        )
     max_bytes = whole_number(max_bytes, "max_bytes")
     if isinstance(data, tf.data.Dataset):
         arrays.check_tuple(data.element_spec)
@@ -35,9 +42,9 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, skip_unreadable=Fa
     if source is not None and map is None and hasattr(data, "shape"):  # an array, or a frame
         source = None
     if source is None:
-        x, y, sample_weight = arrays.columns(data, max_bytes)
+        x, y, sample_weight = arrays.columns(data, max_bytes, any_length=buckets is not None)
         on_disk = any(isinstance(leaf, OnDisk) for leaf in tf.nest.flatten((x, y)))
-        if not on_disk and map is None:
+        if not on_disk and map is None and buckets is None:
             if class_weight is not None:
                 sample_weight = arrays.weights_of_classes(y, class_weight, sample_weight)
             return InMemory(arrays.as_tensors((x, y, sample_weight)))
@@ -45,7 +52,7 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, skip_unreadable=Fa
         source = Columns(tf.nest.map_structure(_own, given))
     if isinstance(source, ArrowTable):
         arrays.check_size(source.bytes_in_memory, max_bytes)
-    return FromSource(source, map, class_weight, skip_unreadable)
+    return FromSource(source, map, class_weight, buckets, skip_unreadable)
 
 
 class InMemory:
@@ -54,6 +61,8 @@ class InMemory:
     Attributes:
         num_examples: how many there are.
     """
+
+    buckets = None
 
     def __init__(self, tensors):
         self._tensors = tensors
@@ -84,11 +93,14 @@ class FromSource:
 
     Attributes:
         num_examples: how many there are.
+        buckets: None, or the `Buckets` of several lengths that they are put into by their own.
         unreadable: which records could not be read and were skipped, and why.
         error: what went wrong last, or None: TensorFlow passes on only its text.
     """
 
-    def __init__(self, source, function, class_weight, skip_unreadable):
+    def __init__(self, source, function, class_weight, buckets, skip_unreadable):
+        self._padding = buckets
+        self.buckets = buckets if buckets is not None and len(buckets.lengths) > 1 else None
         self._source, self._class_weight, self._skips = source, class_weight, skip_unreadable
         self.num_examples = len(source)
         if self.num_examples < 1:
@@ -102,27 +114,59 @@ class FromSource:
         self._form = self._form_of_examples()
 
     def _form_of_examples(self):
-        """The `_Form` of all examples: that of the first one that can be read."""
-        for place in range(self.num_examples):
-            here = np.array([place])
+        """The `_Form` of all examples: that of the first one that can be read.
+
+        Where they are put into buckets, some more tell which arrays have several lengths.
+        """
+        form = next((_Form(*each) for each in self._alone(range(self.num_examples))), None)
+        if form is None:
+            raise ValueError(f"None of the {self.num_examples} records of `data` can be read.")
+        if self._padding is not None:
+            looked_at = self._spread()
+            for place, columns in self._alone(looked_at):
+                form.widen(place, columns)
+            if not form.has_lengths:
+                raise ValueError(
+                    f"buckets={self._padding} are for examples of several lengths, and of the "
+                    f"{len(looked_at)} looked at all have the shapes {form.shapes}. Leave it out; "
+                    "or take off, in map, what fills them up."
+                )
+        return form
+
+    def _alone(self, places):
+        """(place, (x, y, sample_weight)) of each example that can be read, one by one."""
+        for place in places:
             try:
-                return _Form(place, self._read(here))
+                yield place, self._read(np.array([place]))
             except Exception as error:
                 if not self._skips:
                     raise _unreadable(place, error) from error
-        raise ValueError(f"None of the {self.num_examples} records of `data` can be read.")
+
+    def _spread(self):
+        """Places of a few examples, the same for all who have as many."""
+        return np.unique(np.linspace(0, self.num_examples - 1, _COMPARED).round().astype(np.int64))
 
     # In TensorFlow.
 
     def gather(self, indices):
         """As `InMemory.gather`."""
-        dtypes, shapes = self._form.dtypes, self._form.shapes
-        types = [*map(tf.as_dtype, dtypes), tf.float32]
-        *leaves, mask = tf.numpy_function(self._batch, [indices], types)
-        mask.set_shape(indices.shape)
-        for leaf, shape in zip(leaves, shapes, strict=True):
-            leaf.set_shape((indices.shape[0], *shape))
-        return self._form.packed(leaves), mask
+        found = tf.numpy_function(self._batch, [indices], self._types)
+        length = self._padding and self._padding.lengths[-1]
+        return self._form.tensors(found, indices.shape[0], length)
+
+    def gather_buckets(self, indices, rows_per_unit):
+        """The same for each bucket; `rows_per_unit` consecutive rows come into one."""
+        lengths, types = self.buckets.lengths, self._types
+        split = functools.partial(self._batch, rows_per_unit=rows_per_unit)
+        found = tf.numpy_function(split, [indices], types * len(lengths))
+        return [
+            self._form.tensors(found[place * len(types) : (place + 1) * len(types)], None, length)
+            for place, length in enumerate(lengths)
+        ]
+
+    @property
+    def _types(self):
+        return [*map(tf.as_dtype, self._form.dtypes), tf.float32]
 
     # In Python, one call a batch.
 
@@ -131,19 +175,25 @@ class FromSource:
         if hasattr(self._source, "check_chunks"):
             self._source.check_chunks()
 
-    def _batch(self, indices):
-        """The arrays of a batch, and which of its rows count."""
+    def _batch(self, indices, rows_per_unit=None):
+        """The arrays of a batch, and which of its rows count; those of each bucket in turn."""
         try:
             self._check()
-            is_real = indices >= 0
-            places = np.where(is_real, indices, ~indices)
+            is_real, places = indices >= 0, _places(indices)
             made, back = np.unique(places, return_inverse=True)
             if self._changes:  # each real row is another, also where it is of the same example
                 padding, which = np.unique(places[~is_real], return_inverse=True)
                 made = np.concatenate([places[is_real], padding])
                 back[is_real], back[~is_real] = np.arange(is_real.sum()), is_real.sum() + which
             leaves, readable = self._made(made)
-            return [*(leaf[back] for leaf in leaves), (is_real & readable[back]).astype("float32")]
+            leaves = [leaf[back] for leaf in leaves]
+            mask = (is_real & readable[back]).astype("float32")
+            if self.buckets is not None:
+                parts = self.buckets.split(leaves, mask, rows_per_unit, places)
+                return [array for part in parts for array in part]
+            if self._padding is not None:
+                leaves = self._padding.padded(leaves, mask, places)
+            return [*leaves, mask]
         except Exception as error:
             self.error = error
             raise
@@ -212,11 +262,8 @@ class FromSource:
 
     def digest(self):
         """What tells these examples from others, as far as a few of them do."""
-        places = np.unique(
-            np.linspace(0, self.num_examples - 1, _COMPARED).round().astype(np.int64)
-        )
         with self._turn:
-            rows = self._source[places]
+            rows = self._source[self._spread()]
         return digest_of([np.array([self.num_examples]), *tf.nest.flatten(rows)])
 
 
@@ -238,6 +285,23 @@ class _Form:
         self.dtypes = [np.dtype(object) if d.kind in "OSU" else d for d in self.dtypes]
         self.shapes = [leaf.shape[1:] for leaf in leaves]
 
+    def widen(self, place, columns):
+        """Takes in another example: what differs in its first size may have several."""
+        for number, leaf in enumerate(self._leaves(columns)):
+            ours, theirs = self.shapes[number], leaf.shape[1:]
+            if len(ours) != len(theirs) or ours[1:] != theirs[1:]:
+                raise ValueError(
+                    f"Examples {self._place} and {place} have the shapes {ours} and {theirs}. "
+                    "Buckets are for sizes of the first dimension that differ."
+                )
+            if ours and ours[0] != theirs[0]:
+                self.shapes[number] = (None, *ours[1:])
+
+    @property
+    def has_lengths(self):
+        """Whether an array has several lengths."""
+        return any(None in shape for shape in self.shapes)
+
     def conformed(self, columns, places):
         """The arrays of some examples, once they have this form."""
         leaves = self._leaves(columns)
@@ -246,16 +310,32 @@ class _Form:
             for each in zip(leaves, self.dtypes, self.shapes, strict=True)
         ]
 
-    def packed(self, leaves):
-        """(x, y, sample_weight) of these leaves."""
+    def tensors(self, leaves_and_mask, rows, length=None):
+        """((x, y, sample_weight), mask) of tensors, once their shapes are stated.
+
+        Args:
+            leaves_and_mask: what `_batch` gives, as tensors.
+            rows: how many rows they have, None where that is not known.
+            length: of what has several lengths.
+        """
+        *leaves, mask = leaves_and_mask
+        mask.set_shape([rows])
+        for leaf, shape in zip(leaves, self.shapes, strict=True):
+            leaf.set_shape([rows, *(length if size is None else size for size in shape)])
         rest = iter(leaves)
-        return tf.nest.map_structure(
+        packed = tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(rest), self._structure
         )
+        return packed, mask
 
     def zeros(self):
         """One row without values."""
-        return [np.zeros((1, *s), d) for d, s in zip(self.dtypes, self.shapes, strict=True)]
+        return [
+            stacking.in_rows([np.zeros((0, *shape[1:]), dtype)])
+            if None in shape
+            else np.zeros((1, *shape), dtype)
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        ]
 
     def _leaves(self, columns):
         tf.nest.assert_same_structure(self._structure, _tuples(columns))
@@ -263,19 +343,42 @@ class _Form:
         return [stacking.settled(leaf) for leaf in flat if leaf is not None]
 
     def _column(self, array, dtype, shape, places):
+        if None in shape:
+            return self._column_of_rows(array, dtype, shape, places)
         if stacking.is_ragged(array) or array.shape[1:] != shape:
             for place, row in zip(places, array, strict=True):
                 if np.shape(row) != shape:
                     raise ValueError(
                         f"Examples {self._place} and {place} have the shapes {shape} and "
                         f"{np.shape(row)}; all must have one. Pad or cut them to a length that "
-                        "is fixed without looking at the data: map=lambda x, y: ..."
+                        "is fixed without looking at the data: map=lambda x, y: ...; or, to a few "
+                        "lengths: buckets=dp_keras_opt.data.Buckets(longest)."
                     )
+        self._check_type(array, dtype, places[0])
+        return array.astype(dtype, copy=False)
+
+    def _column_of_rows(self, array, dtype, shape, places):
+        """The same for an array of several lengths, as an array of its rows."""
+        rows = [np.asarray(row) for row in array]
+        for place, row in zip(places, rows, strict=True):
+            if row.shape[1:] != shape[1:] or row.ndim != len(shape):
+                raise ValueError(
+                    f"Examples {self._place} and {place} have the shapes {shape} and {row.shape}. "
+                    "Buckets are for sizes of the first dimension that differ."
+                )
+            self._check_type(row, dtype, place)
+        return stacking.in_rows([row.astype(dtype, copy=False) for row in rows])
+
+    def _check_type(self, array, dtype, place):
         if dtype.kind != "O" and not np.can_cast(array.dtype, dtype, "same_kind"):
             raise TypeError(
-                f"Examples {self._place} and {places[0]} have the types {dtype} and {array.dtype}."
+                f"Examples {self._place} and {place} have the types {dtype} and {array.dtype}."
             )
-        return array.astype(dtype, copy=False)
+
+
+def _places(indices):
+    """Of which examples the rows are: of padding, whose values it has."""
+    return np.where(indices >= 0, indices, ~indices)
 
 
 def _changed(change, rows):
@@ -329,4 +432,8 @@ def _own(column):
     """A column of a source that nobody else can change, where it is in memory."""
     if isinstance(column, OnDisk):
         return column
-    return column.numpy() if tf.is_tensor(column) else np.array(column, held.dtype_of(column))
+    if tf.is_tensor(column):
+        return column.numpy()
+    if stacking.is_ragged(column):
+        return stacking.in_rows([np.array(row) for row in column])
+    return np.array(column, held.dtype_of(column))

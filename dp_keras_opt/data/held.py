@@ -62,7 +62,9 @@ def nbytes(array):
     """How many bytes an array takes once it is held."""
     size = math.prod(array.shape) * dtype_of(array).itemsize
     if array.dtype == object:
-        size += sum(len(v) for v in np.asarray(array).flat if isinstance(v, str | bytes))
+        values = np.asarray(array).flat
+        size += sum(len(v) for v in values if isinstance(v, str | bytes))
+        size += sum(nbytes(v) for v in values if isinstance(v, np.ndarray))
     return size
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import examples
 from dp_keras_opt.data.batches import Batches, RowInfo, row_info, rows_per_user
+from dp_keras_opt.data.buckets import Blocks
 from dp_keras_opt.types import Map
 
 
@@ -45,6 +46,11 @@ def with_public(
         raise ValueError(
             "private must be Batches of a tf.data.Dataset, such as poisson_batches gives; received "
             f"{private!r}."
+        )
+    if isinstance(private.dataset.element_spec, Blocks):
+        raise ValueError(
+            "Public rows do not go with buckets of several lengths. Pad the private examples and "
+            "the public ones to one length: buckets=Buckets([512])."
         )
     theirs = examples.of(public, map=map)
     count = theirs.num_examples

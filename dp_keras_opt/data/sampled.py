@@ -22,6 +22,7 @@ from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data.batches import Batches, RowInfo
+from dp_keras_opt.data.buckets import Blocks, Buckets
 from dp_keras_opt.data.samplers import (
     BallsInBinsSampler,
     PoissonSampler,
@@ -44,6 +45,7 @@ def poisson_batches(
     max_batch_size: int | None = None,
     map: Map | None = None,
     views: int = 1,
+    buckets: Buckets | None = None,
     class_weight: Mapping[int, float] | None = None,
     skip_unreadable: bool = False,
     adjacency: Adjacency | None = None,
@@ -88,7 +90,8 @@ def poisson_batches(
             the largest of several.
         physical_batch_size: rows to process at a time. Default: `batch_size`, the smallest of
             several, plus two standard deviations, rounded up to a multiple of 8, so that most draws
-            need one block; with a cap, all of its rows.
+            need one block; with a cap, all of its rows. With buckets those of the longest, and as
+            much of the others; default: a 32nd of `batch_size`, so that little is padding.
         max_batch_size: None, or the most examples in a batch, at least `batch_size`, chosen without
             looking at the data. For one worker.
         map: None, or a function of one example: of x and y, or of what an example of a source is
@@ -100,6 +103,9 @@ def poisson_batches(
             views are averaged before they are clipped as one, so that ε is that of one view. A
             batch has K rows for each example, which memory and time go by: see
             `physical_batch_size`. Metrics are over views.
+        buckets: None, or `Buckets`, for examples of several lengths, as texts: each is padded to
+            the next of a few lengths, by its own length alone. Columns in memory may then be arrays
+            of objects that are each an array, or a `tf.RaggedTensor`.
         class_weight: dict from class to weight, as in `keras.Model.fit` (which refuses it beside
             data that yield weights), for one output of integer or one-hot classes. Classes left
             out weigh 1. Weights computed from private class counts reveal them: use public ones.
@@ -116,7 +122,7 @@ def poisson_batches(
     Returns:
         `Batches` of `(x, y, RowInfo)`. In the element spec the first dimension of all tensors is
         None, or `physical_batch_size` if that is n or more, or with a cap its multiple that holds
-        `max_batch_size`; all others are static.
+        `max_batch_size`; all others are static. With buckets, of `Blocks` of such.
 
     Raises:
         ValueError, TypeError: for arguments out of range or of another type, and for data that
@@ -135,6 +141,7 @@ def poisson_batches(
         max_bytes=max_bytes,
         map=map,
         views=views,
+        buckets=buckets,
         skip_unreadable=skip_unreadable,
     )
     n = units.number
@@ -171,6 +178,7 @@ def poisson_users(
     physical_batch_size: int | None = None,
     map: Map | None = None,
     views: int = 1,
+    buckets: Buckets | None = None,
     class_weight: Mapping[int, float] | None = None,
     skip_unreadable: bool = False,
     adjacency: Adjacency = "add_or_remove_one",
@@ -206,7 +214,7 @@ def poisson_users(
             each user, however many of them are filled.
         physical_batch_size: rows to process at a time, of which whole users are taken, at least
             one. Default: that of `batch_size` plus two standard deviations users.
-        map, views, class_weight, skip_unreadable, adjacency, seed, max_bytes: as for
+        map, views, buckets, class_weight, skip_unreadable, adjacency, seed, max_bytes: as for
             `poisson_batches`.
         unit: what a user is called in the statement.
 
@@ -226,6 +234,7 @@ def poisson_users(
         max_bytes=max_bytes,
         map=map,
         views=views,
+        buckets=buckets,
         skip_unreadable=skip_unreadable,
     )
     n = units.number
@@ -244,6 +253,7 @@ def balls_in_bins(
     physical_batch_size: int | None = None,
     map: Map | None = None,
     views: int = 1,
+    buckets: Buckets | None = None,
     class_weight: Mapping[int, float] | None = None,
     skip_unreadable: bool = False,
     adjacency: Adjacency = "add_or_remove_one",
@@ -272,7 +282,7 @@ def balls_in_bins(
         batch_size: expected number of examples, or of users, in a batch, from 1 to n.
         users: None, or [n examples] ids, as for `poisson_users`.
         examples_per_user: K, the most examples of a user in an epoch, for `users`.
-        physical_batch_size, map, views, class_weight, skip_unreadable, max_bytes: as for
+        physical_batch_size, map, views, buckets, class_weight, skip_unreadable, max_bytes: as for
             `poisson_batches`.
         adjacency: "add_or_remove_one" or "zero_out".
         unit: what is protected, in words. Default: "example", or "user".
@@ -296,6 +306,7 @@ def balls_in_bins(
         max_bytes=max_bytes,
         map=map,
         views=views,
+        buckets=buckets,
         skip_unreadable=skip_unreadable,
     )
     sampling = Sampling.balls_in_bins(
@@ -307,7 +318,7 @@ def balls_in_bins(
     )
     sampling = dataclasses.replace(sampling, passes=Passes(), views=views)
     root = _root("balls_in_bins", seed)
-    block = _block(sampling, physical_batch_size)
+    block = _block(sampling, physical_batch_size, units.examples.buckets)
     sampler = BallsInBinsSampler(sampling, units.own, block, units.examples_of, root)
     return _of_sampler(units.examples, sampler, block, sampling.steps_per_epoch)
 
@@ -320,6 +331,7 @@ def without_replacement_batches(
     physical_batch_size: int | None = None,
     map: Map | None = None,
     views: int = 1,
+    buckets: Buckets | None = None,
     class_weight: Mapping[int, float] | None = None,
     skip_unreadable: bool = False,
     adjacency: Adjacency = "replace_one",
@@ -337,8 +349,8 @@ def without_replacement_batches(
     system, anew in each iteration.
 
     Args:
-        data, steps_per_epoch, map, views, class_weight, skip_unreadable, seed, max_bytes: as for
-            `poisson_batches`.
+        data, steps_per_epoch, map, views, buckets, class_weight, skip_unreadable, seed, max_bytes:
+            as for `poisson_batches`.
         batch_size: examples in a batch, from 1 to n.
         physical_batch_size: rows to process at a time, to a multiple of which batches are padded.
             Default: `batch_size`.
@@ -361,6 +373,7 @@ def without_replacement_batches(
         max_bytes=max_bytes,
         map=map,
         views=views,
+        buckets=buckets,
         skip_unreadable=skip_unreadable,
     )
     batch_size = _size(batch_size, units)
@@ -389,6 +402,7 @@ def cyclic_poisson(
     physical_batch_size: int | None = None,
     map: Map | None = None,
     views: int = 1,
+    buckets: Buckets | None = None,
     class_weight: Mapping[int, float] | None = None,
     skip_unreadable: bool = False,
     adjacency: Adjacency = "add_or_remove_one",
@@ -410,8 +424,8 @@ def cyclic_poisson(
 
     Args:
         data, batch_size, users, examples_per_user, unit: as for `balls_in_bins`.
-        physical_batch_size, map, views, class_weight, skip_unreadable, adjacency, max_bytes: as
-            for `poisson_batches`.
+        physical_batch_size, map, views, buckets, class_weight, skip_unreadable, adjacency,
+            max_bytes: as for `poisson_batches`.
         groups: from the bands of the noise to n / batch_size.
         steps_per_epoch: a multiple of `groups`. Default: the least one that is n / batch_size or
             more.
@@ -436,6 +450,7 @@ def cyclic_poisson(
         max_bytes=max_bytes,
         map=map,
         views=views,
+        buckets=buckets,
         skip_unreadable=skip_unreadable,
     )
     n, word = units.number, units.word
@@ -469,6 +484,7 @@ def fixed_order_epochs(
     drop_remainder: bool = False,
     map: Map | None = None,
     views: int = 1,
+    buckets: Buckets | None = None,
     class_weight: Mapping[int, float] | None = None,
     skip_unreadable: bool = False,
     adjacency: Adjacency = "replace_one",
@@ -486,7 +502,8 @@ def fixed_order_epochs(
 
     Args:
         data, users, examples_per_user, unit: as for `balls_in_bins`.
-        map, views, class_weight, skip_unreadable, adjacency, max_bytes: as for `poisson_batches`.
+        map, views, buckets, class_weight, skip_unreadable, adjacency, max_bytes: as for
+            `poisson_batches`.
         batch_size: examples, or users, in a batch, from 1 to n.
         drop_remainder: whether an incomplete last batch is left out.
         order_seed: None, or what `DPModel.resume_run` returned, for the order of that run.
@@ -506,6 +523,7 @@ def fixed_order_epochs(
         max_bytes=max_bytes,
         map=map,
         views=views,
+        buckets=buckets,
         skip_unreadable=skip_unreadable,
     )
     batch_size = _size(batch_size, units)
@@ -521,12 +539,15 @@ def fixed_order_epochs(
     steps = sampling.steps_per_epoch
     order_seed = _shared_seed() if order_seed is None else order_seed
     own = units.in_order(steps, batch_size, order_seed)
-    rows = own.shape[1] * (sampling.rows_per_unit or 1)
+    per_unit = sampling.rows_per_unit or 1
+    rows = block = own.shape[1] * per_unit
+    if buckets is not None:
+        block = per_unit * _block(sampling, None, buckets)
 
     def draws():
         return (rows_of(numpy_generator(), each, units.examples_of, sampling) for each in own)
 
-    return _gathered(units.examples, draws, rows, rows, sampling, steps, order_seed)
+    return _gathered(units.examples, draws, rows, block, sampling, steps, order_seed)
 
 
 def _size_or_sizes(batch_size, n, word):
@@ -564,7 +585,7 @@ def _drawn_afresh(
     if steps_per_epoch is None:
         steps_per_epoch = sampling.steps_per_epoch
     steps_per_epoch = whole_number(steps_per_epoch, "steps_per_epoch")
-    block = _block(sampling, physical_batch_size)
+    block = _block(sampling, physical_batch_size, units.examples.buckets)
     padded = block
     if sampling.largest_batch < math.inf:  # all batches are padded to one size
         padded = block * -(-sampling.largest_batch // block)
@@ -573,9 +594,16 @@ def _drawn_afresh(
     return _of_sampler(units.examples, draws, block, steps_per_epoch)
 
 
-def _block(sampling, physical_batch_size):
-    """How many units are processed at a time; default: what most draws of a worker's share need."""
+def _block(sampling, physical_batch_size, buckets):
+    """How many units are processed at a time.
+
+    Default: what most draws of a worker's share need; of the longest of buckets, a small part.
+    """
     per_unit = sampling.rows_per_unit or 1
+    if physical_batch_size is None and buckets is not None:
+        sizes = sampling.batch_sizes
+        size = sampling.batch_size if sizes is None else sizes.smallest
+        physical_batch_size = per_unit * buckets.rows_at_a_time(size / place()[1])
     if physical_batch_size is None and sampling.largest_batch < math.inf:
         physical_batch_size = sampling.largest_batch
     elif physical_batch_size is None:
@@ -623,11 +651,19 @@ def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
         examples.begin()
         return (np.repeat(each, sampling.views) for each in draws())
 
+    per_unit = sampling.rows_per_unit
+
     def gather(indices):
-        (x, y, weight), mask = examples.gather(indices)
+        if examples.buckets is None:
+            return element(*examples.gather(indices))
+        found = examples.gather_buckets(indices, per_unit or 1)
+        return Blocks(tuple(element(*each) for each in found))
+
+    def element(columns, mask):
+        x, y, weight = columns
         weight = tf.nest.map_structure(lambda w: None if w is None else w * mask, weight)
-        if sampling.rows_per_unit is not None:
-            mask = tf.reshape(mask, (-1, sampling.rows_per_unit))
+        if per_unit is not None:
+            mask = tf.reshape(mask, (-1, per_unit))
         return x, y, RowInfo(mask, weight)
 
     options = tf.data.Options()

@@ -75,13 +75,14 @@ class Units:
         *,
         map=None,
         views=1,
+        buckets=None,
         skip_unreadable=False,
     ):
         """Those of what a user gives to the sampler of that name.
 
         Args:
             users, examples_per_user: as for `balls_in_bins`.
-            class_weight, max_bytes, map, views, skip_unreadable: as for `poisson_batches`.
+            class_weight, max_bytes, map, views, buckets, skip_unreadable: as for `poisson_batches`.
         """
         if views != 1 and map is None:
             raise ValueError(
@@ -107,7 +108,12 @@ class Units:
                 )
             users = _ids_of(users, data)
         examples = examples_.of(
-            data, class_weight, max_bytes, map=map, skip_unreadable=skip_unreadable
+            data,
+            class_weight,
+            max_bytes,
+            map=map,
+            buckets=buckets,
+            skip_unreadable=skip_unreadable,
         )
         count, owned = examples.num_examples, None
         if users is not None:

@@ -5,7 +5,29 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt.clipping import Batch
-from dp_keras_opt.data import RowInfo
+from dp_keras_opt.data import Blocks, RowInfo, buckets
+
+
+def blocks_of(data):
+    """The parts of a batch as Keras hands it over: one, or one for each length of its examples."""
+    of_train_on_batch = type(data) is tuple and data and isinstance(data[0], Blocks)
+    return buckets.blocks_of(data[0] if of_train_on_batch else data)
+
+
+def of_any_length(batches):
+    """What stands for parts of several lengths: a `Batch` of specs in which sizes are open."""
+    if len(batches) == 1:
+        return batches[0]
+
+    def common(*leaves):
+        if leaves[0] is None:
+            return None
+        sizes = (set(size) for size in zip(*(leaf.shape for leaf in leaves), strict=True))
+        shape = [size.pop() if len(size) == 1 else None for size in sizes]
+        return tf.TensorSpec(shape, leaves[0].dtype)
+
+    parts = ((batch.x, batch.y, batch.sample_weight) for batch in batches)
+    return Batch(*tree.map_structure(common, *parts))
 
 
 def as_batch(data, convert=tf.convert_to_tensor):
@@ -64,7 +86,7 @@ def map_leaves(function, structure):
 
 
 def chunks_of(batch, size):
-    """Cuts a batch into blocks of `size` rows, the last one padded.
+    """Cuts a batch into blocks of `size` rows, the last one padded with its last row.
 
     Args:
         batch: a `Batch`.
@@ -78,10 +100,18 @@ def chunks_of(batch, size):
     count = -(-total // size)
     mask = tf.ones((total,), tf.bool) if batch.mask is None else by_row(batch.mask)
 
-    def pad(tensor):
-        return tf.pad(tensor, [(0, count * size - total)] + [(0, 0)] * (tensor.shape.rank - 1))
+    places = tf.range(count * size)
 
-    padded = map_leaves(pad, tuple(batch._replace(mask=mask)))
+    def repeated(tensor):  # rows that a model takes; of zeros some give NaN, as where all is masked
+        return tf.gather(tensor, tf.minimum(places, total - 1))
+
+    def of_nobody(tensor):
+        return tf.pad(tensor, [(0, count * size - total)])
+
+    padded = (
+        *map_leaves(repeated, (batch.x, batch.y, batch.sample_weight)),
+        *map_leaves(of_nobody, (mask, batch.public)),
+    )
 
     def chunk(index):
         def block(tensor):  # XLA needs the size of a slice to be static

@@ -48,8 +48,12 @@ def update_metrics(compiled, y, y_pred, sample_weight, mask):
         for group, target, prediction, weight in zip(
             groups, y, y_pred, group_weights, strict=False
         ):
+            weight = _masked(weight, mask)
+            positions = _keras.mask_of(prediction)
+            if weight is not None and positions is not None:  # Keras multiplies them
+                weight = _broadcast(weight, positions)
             for metric in group.metrics if group else ():
-                metric.update_state(target, prediction, sample_weight=_masked(weight, mask))
+                metric.update_state(target, prediction, sample_weight=weight)
 
 
 def _masked(weight, mask):

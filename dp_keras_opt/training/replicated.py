@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt import _keras, workers
+from dp_keras_opt.data import Blocks
 from dp_keras_opt.training import step
 
 
@@ -68,6 +69,8 @@ def element_spec(iterable):
 def train_function(model, local_sums):
     """In place of Keras's: clipped sums on each replica, then one update for all of them.
 
+    Also of one device, for batches of several lengths: these are compiled chunk by chunk.
+
     Args:
         model: the `DPModel`.
         local_sums: function of a batch that gives its clipped sums and the logs, on a replica.
@@ -80,14 +83,16 @@ def train_function(model, local_sums):
         form[:] = [tf.nest.map_structure(lambda part: part.shape, sums)]
         return tf.concat([tf.reshape(part, [-1]) for part in tf.nest.flatten(sums)], 0), logs
 
+    compiled = on_replica
     if model.jit_compile and not model.run_eagerly:
-        on_replica = tf.function(on_replica, jit_compile=True, reduce_retracing=True)
+        compiled = tf.function(on_replica, jit_compile=True, reduce_retracing=True)
 
     def one_step(iterator):
         data = next(iterator)
+        run = on_replica if isinstance(data, Blocks) else compiled
 
         def sums_of_all(_):  # each replica has asked for itself, from its own copies of variables
-            flat, logs = strategy.run(on_replica, args=(data,))
+            flat, logs = strategy.run(run, args=(data,))
             total = strategy.reduce(tf.distribute.ReduceOp.SUM, flat, axis=None)
             return _unpacked(total, form[0]), _local_mean(strategy, logs)
 

@@ -4,6 +4,7 @@ prepare → queries → clipped sums → (sums of all replicas) → release → 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ from dp_keras_opt import clipping, noise, workers
 from dp_keras_opt.clipping import per_example
 from dp_keras_opt.data import LOST_ROWS
 from dp_keras_opt.training import losses
-from dp_keras_opt.training.batches import as_batch, chunks_of
+from dp_keras_opt.training.batches import as_batch, blocks_of, chunks_of, of_any_length
 from dp_keras_opt.training.engines import CheckedEngines
 
 #: Factor on a float16 loss: a power of two, undone before the norm is taken.
@@ -79,7 +80,7 @@ _OWN_BATCHES = (
 
 
 def admitted(model, state, guard, data):
-    """(the `Batch`, the engines for it), once it may be used.
+    """(the parts of a batch, each a `Batch`; the engines for them), once it may be used.
 
     Raises:
         RuntimeError: the ledger does not know of the step.
@@ -90,19 +91,20 @@ def admitted(model, state, guard, data):
             "train_step was called past the privacy ledger: its steps would be counted "
             "nowhere. In a training loop of your own, call train_on_batch."
         )
-    batch = as_batch(data)
-    if guard.sampling.is_padded and batch.mask is None:
-        own = "" if guard.is_fitting else _OWN_BATCHES
-        raise ValueError(LOST_ROWS + own)
-    _check_unit(batch, guard.sampling)
-    engines = engines_for(model, state, batch, fitting=guard.is_fitting)
-    if model.optimizer.needs_public and batch.public is None:
-        raise ValueError(
-            f"{type(model.optimizer).__name__} needs public rows in every batch, as it is "
-            "configured here. Add them: dp_keras_opt.data.with_public(batches, public)."
-        )
+    parts = [as_batch(block) for block in blocks_of(data)]
+    for batch in parts:
+        if guard.sampling.is_padded and batch.mask is None:
+            own = "" if guard.is_fitting else _OWN_BATCHES
+            raise ValueError(LOST_ROWS + own)
+        _check_unit(batch, guard.sampling)
+        if model.optimizer.needs_public and batch.public is None:
+            raise ValueError(
+                f"{type(model.optimizer).__name__} needs public rows in every batch, as it is "
+                "configured here. Add them: dp_keras_opt.data.with_public(batches, public)."
+            )
+    engines = engines_for(model, state, of_any_length(parts), fitting=guard.is_fitting)
     model.optimizer.ensure_built(model.trainable_variables)
-    return batch, engines
+    return parts, engines
 
 
 def _check_unit(batch, sampling):
@@ -138,8 +140,8 @@ def check_before_tracing(model, state, specs, *, fitting):
     """
     if state.engines or specs is None:
         return
-    batch = as_batch(specs, convert=lambda spec: spec)
-    engines_for(model, state, batch, fitting=fitting)
+    parts = [as_batch(block, convert=lambda spec: spec) for block in blocks_of(specs)]
+    engines_for(model, state, of_any_length(parts), fitting=fitting)
     with model.distribute_strategy.scope():
         model.optimizer.ensure_built(model.trainable_variables)
 
@@ -156,33 +158,86 @@ def engines_for(model, state, batch, *, fitting=False):
     return engines
 
 
-def sums_in_chunks(model, state, batch, queries, engines):
-    """The clipped sums over a logical batch, chunk by chunk where memory asks for it."""
-    limits = (state.physical_batch_size or state.block, per_example.max_rows(engines.general))
-    size = min((limit for limit in limits if limit is not None), default=None)
-    if size is not None and batch.rows_per_user is not None:  # no user is cut in two
-        size = max(1, size // batch.rows_per_user) * batch.rows_per_user
-    if size is None or (batch.num_rows is not None and batch.num_rows <= size):
-        return _sums_of_chunk(model, state, batch, queries, engines)
-    if batch.num_rows is None and size != state.block:  # a batch is never padded beyond itself
-        size = tf.clip_by_value(tf.shape(tree.flatten(batch.x)[0])[0], 1, size)
-    chunks, count = chunks_of(batch, size)
+def sums_in_chunks(model, state, parts, queries, engines):
+    """The clipped sums over a logical batch, chunk by chunk where memory asks for it.
 
-    def sums_of(*chunk):
-        return _sums_of_chunk(model, state, type(batch)(*chunk), queries, engines)
+    Args:
+        parts: `Batch`es, of one length each. The first has rows, the others may have none.
+    """
+    limits = _limits(state, parts, engines)
+    (first, limit), *others = zip(parts, limits, strict=True)
+    if not others and (limit is None or (first.num_rows is not None and first.num_rows <= limit)):
+        return _sums_of_chunk(model, state, first, queries, engines)
+    # A batch of several lengths is compiled chunk by chunk: the numbers of its rows vary.
+    compiled = bool(others and model.jit_compile and not model.run_eagerly)
 
-    if not model.run_eagerly:  # called at two places, traced once
-        sums_of = tf.function(sums_of, autograph=False).get_concrete_function(*chunks(0))
+    def chunked(batch, limit):
+        """(function of the index of a chunk that gives its sums, number of chunks)."""
+        is_static = compiled or batch.num_rows is not None or (not others and limit == state.block)
+        if limit == 1 or (is_static and limit):
+            size = limit
+        else:  # of one row that is found at run time, TensorFlow's vectorised loops make a mistake
+            size = tf.maximum(_even_size(batch, limit), 2 if engines.general else 1)
+        chunks, count = chunks_of(batch, size)
 
-    def add_next(index, sums):
-        return index + 1, tf.nest.map_structure(tf.add, sums, sums_of(*chunks(index)))
+        def sums_of(*chunk):
+            return _sums_of_chunk(model, state, type(batch)(*chunk), queries, engines)
 
-    first = sums_of(*chunks(0))
+        if not model.run_eagerly:  # called at two places, traced once
+            sums_of = tf.function(sums_of, autograph=False, jit_compile=compiled or None)
+            sums_of = sums_of.get_concrete_function(*chunks(0))
+        return lambda index: sums_of(*chunks(index)), count
+
+    def added(sums, begin, sums_at, count):
+        """The sums and those of the chunks from `begin` on."""
+
+        def add_next(index, sums):
+            return index + 1, tf.nest.map_structure(tf.add, sums, sums_at(index))
+
+        return tf.while_loop(lambda index, _: index < count, add_next, (begin, sums))[1]
+
+    sums_at, count = chunked(first, limit)
+    sums = sums_at(0)
     once = [tf.convert_to_tensor(variable) for variable in engines.moving]
-    sums = tf.while_loop(lambda index, _: index < count, add_next, (1, first))[1]
+    sums = added(sums, 1, sums_at, count)
+    for batch, limit in others:
+        sums = added(sums, 0, *chunked(batch, limit))
     for variable, value in zip(engines.moving, once, strict=True):
         variable.assign(value)  # it is saved, and would tell how many rows the batches had
     return sums
+
+
+def _limits(state, parts, engines):
+    """The most rows of each part to be processed at once, whole users; None for all of them.
+
+    What is said of batches is said of the last part: of the others as many rows take its memory.
+    """
+    at_once, most = state.physical_batch_size or state.block, per_example.max_rows(engines.general)
+    largest, found = _row_size(parts[-1]), []
+    for batch in parts:
+        rows = at_once and max(1, at_once * largest // _row_size(batch))
+        limit = min((each for each in (rows, most) if each is not None), default=None)
+        if limit is not None and batch.rows_per_user is not None:  # no user is cut in two
+            limit = max(1, limit // batch.rows_per_user) * batch.rows_per_user
+        found.append(limit)
+    return found
+
+
+def _row_size(batch):
+    """How many numbers a row has, as far as they are known."""
+    sizes = ([size or 1 for size in leaf.shape[1:]] for leaf in tree.flatten((batch.x, batch.y)))
+    return sum(map(math.prod, sizes))
+
+
+def _even_size(batch, limit):
+    """The least number of rows in as few chunks of at most `limit` as hold a batch, a scalar."""
+    rows, unit = tf.shape(tree.flatten(batch.x)[0])[0], batch.rows_per_user or 1
+    chunks = 1 if limit is None else tf.maximum(1, _ratio_up(rows, limit))
+    return tf.maximum(1, _ratio_up(_ratio_up(rows, unit), chunks)) * unit
+
+
+def _ratio_up(number, divisor):
+    return (number + divisor - 1) // divisor
 
 
 def _sums_of_chunk(model, state, batch, queries, engines):

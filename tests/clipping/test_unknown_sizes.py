@@ -54,7 +54,7 @@ def test_a_batch_is_never_padded_beyond_itself(physical_batch_size, jit_compile)
 
     @tf.function(input_signature=spec, autograph=False)
     def sums(x, y):
-        return step.sums_in_chunks(private, state, Batch(x, y), (query,), plan)[0]
+        return step.sums_in_chunks(private, state, [Batch(x, y)], (query,), plan)[0]
 
     assert_close(sums(x, y), clip_and_sum(gradients, 0.05))
 

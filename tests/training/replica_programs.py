@@ -158,6 +158,32 @@ def users_are_clipped_whole(strategy):
     np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
 
 
+def buckets_are_those_of_one_device(strategy):
+    """Texts of 1 to 20 words in three buckets, of which some are empty on some replicas."""
+    sizes = rng.geometric(0.2, 60).clip(1, 20)
+    texts = tf.RaggedTensor.from_row_lengths(rng.integers(1, 9, sizes.sum()), sizes)
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*got seed=")
+            inputs = keras.Input((None,), dtype="int64")
+            hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
+            hidden = keras.layers.GlobalAveragePooling1D()(hidden)
+            model = dp.DPModel(inputs, keras.layers.Dense(1)(hidden))
+            model.set_weights(
+                [np.sin(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()]
+            )
+            private = optimizer(noise_multiplier=1e-9, clip_norm=0.1)()
+            model.compile(private, "mse", metrics=["mae"], jit_compile=False)
+            batches = dp.data.poisson_batches(
+                (texts, Y), BATCH, 3, buckets=dp.data.Buckets([2, 5, 20]), seed=1
+            )
+        history = model.fit(batches, verbose=0).history
+        assert np.isfinite([*history["loss"], *history["mae"]]).all()
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
+
+
 def rows_without_a_mask_are_padded(strategy):
     """Four rows for three replicas: two are padding, which must count in nothing."""
     rule = optimizer(noise_multiplier=0.0, clip_norm=1e-3, batch_size=4)
@@ -345,6 +371,7 @@ MIRRORED = {
         steps_are_those_of_one_device,
         public_rows_are_averaged_once,
         users_are_clipped_whole,
+        buckets_are_those_of_one_device,
         rows_without_a_mask_are_padded,
     ],
     4: [correlated_noise_has_its_scale],

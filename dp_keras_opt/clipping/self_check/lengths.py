@@ -12,8 +12,8 @@ from dp_keras_opt.clipping.self_check.passes import is_in_half_precision
 from dp_keras_opt.clipping.self_check.synthetic import Synthetic
 
 _FIX = (
-    "Pad all rows to one fixed length (padded_shapes= of padded_batch) and state it with "
-    "tf.ensure_shape"
+    "Pad all rows to one fixed length: Buckets([length]) of a sampler of dp_keras_opt.data; or "
+    "padded_shapes= of padded_batch, stated with tf.ensure_shape"
 )
 
 
@@ -67,9 +67,10 @@ def check_lengths(
             if not np.abs(old - new).max(initial=0.0) <= tolerance * largest + 1e-5:
                 raise ValueError(
                     f"The data leaves sizes of {names} open, and an example's loss or gradient "
-                    "changes when its batch gets longer. One long example then changes those of "
-                    "all others by padding them, and moves the sum by more than its own clipped "
-                    "gradient: the ε would be too small. Mask the padding through to the loss "
+                    "changes when its batch gets longer. Where a batch is padded to its longest "
+                    "example, that one then changes what all others give, and moves the sum by "
+                    "more than its own clipped gradient: the ε would be too small; in buckets, "
+                    "the boundaries would decide what is learned. Mask the padding through to the loss "
                     "(mask_zero=True in Embedding, or a Masking layer of value 0; pooling and "
                     "recurrent layers then leave it out). Weights of 0 for padded positions are "
                     "not enough, since an example's loss is the mean over all positions that are "

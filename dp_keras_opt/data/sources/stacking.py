@@ -16,9 +16,15 @@ def column(values):
     arrays = [np.asarray(value) for value in values]
     if len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
-    ragged = np.empty(len(arrays), object)
-    ragged[:] = arrays
-    return ragged
+    return in_rows(arrays)
+
+
+def in_rows(arrays):
+    """An array of objects, each an array, whatever their shapes."""
+    rows = np.empty(len(arrays), object)
+    for place, array in enumerate(arrays):
+        rows[place] = array
+    return rows
 
 
 def joined(parts):
