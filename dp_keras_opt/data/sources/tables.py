@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dp_keras_opt.data.sources.files import Unchanged
+from dp_keras_opt.data.sources.packages import of_extra_data
 from dp_keras_opt.data.sources.stacking import column
 
 
@@ -79,7 +80,8 @@ class HuggingFace:
 
 def open_table(path):
     """The `ArrowTable` of a file: Feather and Arrow mapped, as far as they can be; Parquet read."""
-    import pyarrow
+    with of_extra_data("pyarrow", "Feather and Parquet files are read by"):
+        import pyarrow
 
     before = pyarrow.total_allocated_bytes()
     if path.endswith(".parquet"):
@@ -95,9 +97,10 @@ def open_table(path):
 
 def table_of_frame(frame):
     """The `ArrowTable` of a data frame of pandas or Polars; each column is one type."""
+    with of_extra_data("pyarrow", "Data frames are read through"):
+        import pyarrow
     if hasattr(frame, "to_arrow"):  # Polars
         return ArrowTable(frame.to_arrow())
-    import pyarrow
 
     return ArrowTable(pyarrow.Table.from_pandas(frame, preserve_index=False))
 

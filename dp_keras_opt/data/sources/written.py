@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.data.sources.files import Unchanged
+from dp_keras_opt.data.sources.packages import of_extra_data
 from dp_keras_opt.data.sources.stacking import column
 from dp_keras_opt.files import replacing
 from dp_keras_opt.types import Path
@@ -44,7 +45,8 @@ def write(examples: Iterable[Any], path: Path) -> int:
         TypeError, ValueError: an example is of another structure, type or number of dimensions
             than the first, or there is none; the message names it by its number.
     """
-    from array_record.python import array_record_module
+    with of_extra_data("array-record", "Files of examples are written by"):
+        from array_record.python import array_record_module
 
     path = pathlib.Path(path)
     form, count = None, 0
@@ -77,7 +79,8 @@ class Written:
     is_thread_safe = True
 
     def __init__(self, path: Path) -> None:
-        from array_record.python import array_record_data_source
+        with of_extra_data("array-record", "Files that dp.data.write wrote are read by"):
+            from array_record.python import array_record_data_source
 
         described = json.loads(pathlib.Path(f"{os.fspath(path)}.json").read_text())
         self._form = _Form.from_json(described, path)
