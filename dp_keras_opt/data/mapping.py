@@ -19,7 +19,7 @@ from dp_keras_opt.data.sources import stacking
 def of(function):
     """What maps columns: of a function that TensorFlow traces, or of a `PythonFunction`."""
     if isinstance(function, PythonFunction):
-        return function.map_rows
+        return function._map_rows
     if not callable(function):
         raise TypeError(f"map must be a function of one example; received {function!r}.")
     return Traced(function)
@@ -50,7 +50,7 @@ class PythonFunction:
         if self.processes:
             self._check_importable()
 
-    def map_rows(self, rows: Any) -> Any:
+    def _map_rows(self, rows: Any) -> Any:
         """Columns of the new examples, from those of the old."""
         if not self.processes:
             return _each_row(self.function, rows)

@@ -123,9 +123,9 @@ def poisson_batches(
             are empty, of unequal lengths, infinite, batched or larger than `max_bytes`; several
             workers have a cap; there are views without `map`.
 
-    References. For views: De, Berrada, Hayes, Smith and Balle, "Unlocking high-accuracy
-    differentially private image classification through scale", 2022, arXiv:2204.13650, section 3.2.
-    For the cap: Ganesh, "Tighter privacy analysis for truncated Poisson sampling", 2025,
+    References. For views, there called augmentation multiplicity: De, Berrada, Hayes, Smith and
+    Balle, "Unlocking high-accuracy differentially private image classification through scale",
+    2022, arXiv:2204.13650. For the cap: Ganesh, "Tighter privacy analysis for truncated Poisson sampling", 2025,
     arXiv:2508.15089.
     """
     units = Units.of(

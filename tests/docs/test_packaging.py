@@ -98,7 +98,10 @@ def test_what_the_package_imports_is_asked_for():
         config["options.extras_require"].values()
     )
     asked = set(re.findall(r"^[\w-]+", asked, re.M))
-    of_modules = importlib.metadata.packages_distributions()
+    of_modules = {
+        module: [name.replace("_", "-") for name in names]
+        for module, names in importlib.metadata.packages_distributions().items()
+    }
     found = {*imported("dp_keras_opt"), *imported("dp_keras_opt_cli")}
     found -= {"dp_keras_opt", "dp_keras_opt_cli", *sys.stdlib_module_names}
     assert {"attr", "keras"} <= found
