@@ -17,6 +17,7 @@ from dp_keras_opt.data.sources.opening import as_source
 from dp_keras_opt.data.sources.tables import ArrowTable
 
 _COMPARED = 64  # records that tell whether workers have the same data
+_TRIED = 1000  # records that cannot be read before it is doubted that any can
 
 
 def of(data, class_weight=None, max_bytes=2**40, *, map=None, skip_unreadable=False):
@@ -103,14 +104,19 @@ class FromSource:
 
     def _form_of_examples(self):
         """The `_Form` of all examples: that of the first one that can be read."""
-        for place in range(self.num_examples):
+        tried = min(self.num_examples, _TRIED)
+        for place in range(tried):
             here = np.array([place])
             try:
                 return _Form(place, self._read(here))
             except Exception as error:
                 if not self._skips:
                     raise _unreadable(place, error) from error
-        raise ValueError(f"None of the {self.num_examples} records of `data` can be read.")
+                last = error
+        raise ValueError(
+            f"None of the first {tried:,} records of `data` can be read. The last of them: "
+            f"{type(last).__name__}: {last}"
+        ) from last
 
     # In TensorFlow.
 
@@ -188,7 +194,7 @@ class FromSource:
         """(x, y, sample_weight) of the examples of these places, as columns."""
         wanted, back = np.unique(places, return_inverse=True)
         with self._turn:
-            rows = self._source[wanted]
+            rows = self._source_rows(wanted)
         counts = {np.shape(leaf)[:1] for leaf in tf.nest.flatten(rows)}
         if counts != {(len(wanted),)}:
             raise TypeError(
@@ -209,6 +215,18 @@ class FromSource:
         if self._class_weight is not None:
             weights = arrays.weights_of_classes(y, self._class_weight, weights)
         return x, y, weights
+
+    def _source_rows(self, wanted):
+        try:
+            return self._source[wanted]
+        except TypeError as error:
+            if type(self._source).__module__.startswith(__name__.partition(".")[0]):
+                raise
+            raise TypeError(
+                f"{error} (asked for an array of {len(wanted)} indices, as "
+                "dp_keras_opt.data.Source says. What gives one example for one integer is passed "
+                "as a keras.utils.PyDataset.)"
+            ) from error
 
     def digest(self):
         """What tells these examples from others, as far as a few of them do."""

@@ -125,8 +125,8 @@ def poisson_batches(
 
     References. For views, there called augmentation multiplicity: De, Berrada, Hayes, Smith and
     Balle, "Unlocking high-accuracy differentially private image classification through scale",
-    2022, arXiv:2204.13650. For the cap: Ganesh, "Tighter privacy analysis for truncated Poisson sampling", 2025,
-    arXiv:2508.15089.
+    2022, arXiv:2204.13650. For the cap: Ganesh, "Tighter privacy analysis for truncated Poisson
+    sampling", 2025, arXiv:2508.15089.
     """
     units = Units.of(
         "poisson_batches",

@@ -25,13 +25,20 @@ class ArrowTable:
     def __init__(self, table, paths=(), bytes_in_memory=None):
         self._table = table
         self._files = Unchanged(paths)
+        # `take` knows no views, which Polars writes strings as.
+        self._taken = [field.name for field in table.schema if "_view" not in str(field.type)]
         self.bytes_in_memory = table.nbytes if bytes_in_memory is None else bytes_in_memory
 
     def __len__(self):
         return self._table.num_rows
 
     def __getitem__(self, indices):
-        return arrays_of(self._table.take(indices))
+        taken = self._table.select(self._taken).take(indices)
+        return arrays_of(taken) | {
+            name: _array(_one_by_one(self._table.column(name), indices), name)
+            for name in self._table.column_names
+            if name not in self._taken
+        }
 
     @property
     def names(self):
@@ -108,6 +115,28 @@ def table_of_frame(frame):
 def arrays_of(table):
     """The columns of a `pyarrow.Table` as a dict of arrays."""
     return {name: _array(table.column(name), name) for name in table.column_names}
+
+
+def _one_by_one(column, indices):
+    """Values of a column of views, as an array without any."""
+    import pyarrow
+
+    values = [column[index].as_py() for index in indices.tolist()]
+    return pyarrow.array(values, _without_views(column.type))
+
+
+def _without_views(kind):
+    """A type of Arrow with plain strings and lists for views of such."""
+    import pyarrow
+    from pyarrow import types
+
+    if str(kind) in ("string_view", "binary_view"):
+        return pyarrow.large_string() if str(kind) == "string_view" else pyarrow.large_binary()
+    if types.is_struct(kind):
+        return pyarrow.struct([(field.name, _without_views(field.type)) for field in kind])
+    if hasattr(kind, "value_type") and not types.is_dictionary(kind):
+        return pyarrow.large_list(_without_views(kind.value_type))
+    return kind
 
 
 def _array(values, name):

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dp_keras_opt.data.sources.files import Unchanged
 from dp_keras_opt.data.sources.packages import of_extra_data
-from dp_keras_opt.data.sources.stacking import column
+from dp_keras_opt.data.sources.stacking import column, without_lists
 from dp_keras_opt.files import replacing
 from dp_keras_opt.types import Path
 
@@ -31,8 +31,9 @@ def write(examples: Iterable[Any], path: Path) -> int:
     Args:
         examples: yields examples one by one, each a tuple (x, y), a dict, or another structure of
             arrays, numbers and strings: a `tf.data.Dataset`, a generator, a streaming data set of
-            Hugging Face. All have one structure and the same types; lengths may differ where the
-            number of dimensions does not. Read once, and never held in memory.
+            Hugging Face. A list of numbers is an array. All have one structure and the same types;
+            lengths may differ where the number of dimensions does not. Read once, and never held
+            in memory.
         path: of the ArrayRecord file to write, which by custom ends in .array_record; a second
             file, with .json behind the name, holds what the arrays are. Files that are there are
             replaced once the new ones are whole.
@@ -57,6 +58,7 @@ def write(examples: Iterable[Any], path: Path) -> int:
         writer = array_record_module.ArrayRecordWriter(os.fspath(beside), "group_size:1")
         try:
             for count, example in enumerate(examples, 1):
+                example = without_lists(example)
                 leaves = [_leaf(value) for value in tf.nest.flatten(example)]
                 found = _Form.of(example, leaves)
                 form = found if form is None else form.with_another(found, count - 1)
