@@ -35,7 +35,7 @@ def as_source(data: Any) -> Source | None:
     if package == "polars" and hasattr(data, "collect"):
         raise TypeError(
             f"`data` is a {type(data).__name__}, which has no rows yet. Call its collect(); or "
-            "write it with sink_ipc(path, compression='uncompressed'), and pass the path, *.arrow."
+            "write it with sink_ipc(path, compression=None), and pass the path, *.arrow."
         )
     if package in ("pandas", "polars") and hasattr(data, "columns"):
         return table_of_frame(data)
