@@ -50,6 +50,10 @@ class PythonFunction:
         if self.processes:
             self._check_importable()
 
+    def __call__(self, *example: Any) -> Any:
+        """The function of one example, in this process."""
+        return self.function(*example)
+
     def _map_rows(self, rows: Any) -> Any:
         """Columns of the new examples, from those of the old."""
         if not self.processes:

@@ -455,6 +455,7 @@ def _doubled(x, y):
 @pytest.mark.parametrize("processes", [0, 2])
 def test_functions_of_python(processes):
     function = dp.data.PythonFunction(_doubled, processes)
+    np.testing.assert_array_equal(function(X[0], Y[0])[0], 2 * X[0])
     batches = _drawn(SAMPLERS["poisson"], (X, Y), map=function)
     for (x, y, _), (x_, y_, _) in zip(batches, _drawn(SAMPLERS["poisson"], (X, Y)), strict=True):
         np.testing.assert_array_equal(x, 2 * x_)
