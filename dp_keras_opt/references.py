@@ -111,6 +111,13 @@ REFERENCES: dict[str, Reference] = {
         2023,
         arxiv="2210.00038",
     ),
+    "de2022": Reference(
+        ("Soham De", "Leonard Berrada", "Jamie Hayes", "Samuel L. Smith", "Borja Balle"),
+        "Unlocking high-accuracy differentially private image classification through scale",
+        "arXiv, 2022",
+        2022,
+        arxiv="2204.13650",
+    ),
     "duchi2011": Reference(
         ("John Duchi", "Elad Hazan", "Yoram Singer"),
         "Adaptive subgradient methods for online learning and stochastic optimization",

@@ -47,6 +47,7 @@ def make_parser():
         _add_train,
         _add_compare,
         _add_explain,
+        _add_index,
         _add_reproduce,
         _add_completion,
     ):
@@ -191,6 +192,20 @@ def _add_explain(subparsers):
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="a .keras file")
     _add_import(parser)
+
+
+def _add_index(subparsers):
+    parser = args.add_command(
+        subparsers, "index", "index:index",
+        "build the indices of TFRecord files, through which samplers read any of their records",
+    )  # fmt: skip
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="not compressed; its index is FILE.index"
+    )
+    parser.add_argument(
+        "--check", action="store_true",
+        help="write nothing: hold every record against its checksum and the index that is there",
+    )  # fmt: skip
 
 
 def _add_reproduce(subparsers):

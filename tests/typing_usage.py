@@ -53,6 +53,28 @@ def trained(model: keras.Model, optimizer: dp.optimizers.PrivateOptimizer, train
         print(served.layer.upper(), served.weights + 1)
 
 
+class Rows:
+    """A source of one's own."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, indices: np.ndarray) -> Any:
+        return indices, indices
+
+
+def sources(folder: pathlib.Path) -> None:
+    own: dp.data.Source = Rows()
+    pictures = dp.data.image_folder(folder, image_size=(8, 8))
+    records = dp.data.TFRecords([folder / "a.tfrecord", "b.tfrecord"])
+    every: list[dp.data.Source] = [own, pictures, dp.data.text_folder(folder), records]
+    count: int = dp.data.write(iter([(1, "a")]), folder / "a.array_record")
+    count += dp.data.index_tfrecord("b.tfrecord") + len(records) + len(pictures.class_names[0])
+    function = dp.data.PythonFunction(lambda x, y: (x, y), processes=2)
+    batches = dp.data.poisson_batches(dp.data.own_shard(own), 3, map=function, views=2)
+    print(count, every, batches.unreadable[0].upper(), batches.sampling.views + 1)
+
+
 def others() -> None:
     schedule = dp.noise.schedules.allocate(np.ones(10), dp.noise.Laplace())
     bounds = keras.optimizers.schedules.CosineDecay(1.0, 9)

@@ -75,7 +75,7 @@ class Sampling(metaclass=_TakesKindFirst):
             those of `dp.data.poisson_users` are. Training refuses batches that are not so.
         views: K, how many augmented views of each example in a batch are taken. Their gradients are
             averaged before they are clipped as one, so that the unit stays what it is, and so does
-            ε (De et al. 2022, arXiv:2204.13650, section 3.2).
+            ε: "augmentation multiplicity" (De et al. 2022, arXiv:2204.13650).
         is_padded: whether batches are padded, so that training needs the `RowInfo` that tells
             padding from data. Of batches in hand, and not of the sampling: neither compared nor
             saved.

@@ -193,8 +193,13 @@ def check_tuple(data):
         return
     what = f"{len(data)} elements" if isinstance(data, tuple) else type(data).__name__
     advice = "Without targets, as in an autoencoder, use (x, x)."
-    if hasattr(data, "columns") or hasattr(data, "column_names"):
-        advice = "Give its columns: (data[features], data[target])."
+    if not hasattr(data, "__len__"):
+        advice = "What comes one by one is written into a file first, by dp_keras_opt.data.write."
+    elif hasattr(data, "columns") or hasattr(data, "column_names"):
+        advice = (
+            "Give its columns: (data[features], data[target]); or map=, a function of one row that "
+            "returns (x, y)."
+        )
     elif not isinstance(data, tuple) and hasattr(data, "batch_size"):
         advice = "Batches that are sampled already go to `dp.data.assume_sampling`."
     raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -67,64 +68,68 @@ class Buckets:
     def __repr__(self) -> str:
         return f"Buckets({list(self.lengths)}{', cut=True' if self.cut else ''})"
 
-    def rows_at_a_time(self, batch_size: float) -> int:
-        """How many rows of the longest bucket, or as much of the others, are processed at a time.
 
-        Each bucket in use costs up to that much more than what is in it: little of a batch.
-        """
-        return max(1, -(-int(batch_size) // 32))
+def rows_at_a_time(batch_size: float) -> int:
+    """How many rows of the longest bucket, or as much of the others, are processed at a time.
 
-    def split(
-        self,
-        leaves: Sequence[np.ndarray],
-        mask: np.ndarray,
-        rows_per_unit: int,
-        places: np.ndarray,
-    ) -> list[list[np.ndarray]]:
-        """The rows of each bucket: its arrays, and their mask.
+    Under XLA each bucket in use costs up to that much more than what is in it: little of a batch.
+    """
+    return max(1, math.ceil(batch_size / 32))
 
-        Args:
-            leaves: the arrays of the rows of a batch; one of objects has a row in each.
-            mask: float32 [rows], 0 for rows that are padding.
-            rows_per_unit: how many consecutive rows stay together.
-            places: int64 [rows], whose they are, for a message.
 
-        Raises:
-            ValueError: an example is longer than the longest bucket.
-        """
-        lengths = self._lengths_of(leaves, mask, places)
-        in_units = np.arange(len(mask)).reshape(-1, rows_per_unit)
-        bucket = np.searchsorted(self.lengths[:-1], lengths[in_units].max(axis=1))
-        bucket[~mask[in_units].any(axis=1)] = -1
-        found = []
-        for index, length in enumerate(self.lengths):
-            rows = in_units[bucket == index].ravel()
-            counts = mask[rows]
-            if index == 0 and not len(rows):  # a step of noise only has rows, too
-                rows, counts = in_units[0], np.zeros(rows_per_unit, mask.dtype)
-            found.append([*(_padded(leaf, length, rows) for leaf in leaves), counts])
-        return found
+def split(
+    buckets: Buckets,
+    leaves: Sequence[np.ndarray],
+    mask: np.ndarray,
+    rows_per_unit: int,
+    places: np.ndarray,
+) -> list[list[np.ndarray]]:
+    """The rows of each bucket: its arrays, and their mask.
 
-    def padded(
-        self, leaves: Sequence[np.ndarray], mask: np.ndarray, places: np.ndarray
-    ) -> list[np.ndarray]:
-        """All rows, of the longest length; as `split`."""
-        self._lengths_of(leaves, mask, places)
-        return [_padded(leaf, self.lengths[-1]) for leaf in leaves]
+    Args:
+        leaves: the arrays of the rows of a batch; one of objects has a row in each.
+        mask: float32 [rows], 0 for rows that are padding.
+        rows_per_unit: how many consecutive rows stay together.
+        places: int64 [rows], whose they are, for a message.
 
-    def _lengths_of(self, leaves, mask, places):
-        """The length of each row, 0 of padding."""
-        lengths = np.zeros(len(mask), np.int64)
-        for leaf in filter(_has_rows, leaves):
-            lengths = np.maximum(lengths, [len(row) for row in leaf])
-        lengths[mask == 0] = 0
-        if lengths.max() > self.lengths[-1] and not self.cut:
-            raise ValueError(
-                f"Example {places[lengths.argmax()]} has the length {lengths.max()}, and the "
-                f"longest of {self} is {self.lengths[-1]}. Add a longer one, cut it in map, or "
-                "have it cut: Buckets(..., cut=True)."
-            )
-        return lengths
+    Raises:
+        ValueError: an example is longer than the longest bucket.
+    """
+    lengths = _lengths_of(buckets, leaves, mask, places)
+    in_units = np.arange(len(mask)).reshape(-1, rows_per_unit)
+    bucket = np.searchsorted(buckets.lengths[:-1], lengths[in_units].max(axis=1))
+    bucket[~mask[in_units].any(axis=1)] = -1
+    found = []
+    for index, length in enumerate(buckets.lengths):
+        rows = in_units[bucket == index].ravel()
+        counts = mask[rows]
+        if index == 0 and not len(rows):  # a step of noise only has rows, too
+            rows, counts = in_units[0], np.zeros(rows_per_unit, mask.dtype)
+        found.append([*(_padded(leaf, length, rows) for leaf in leaves), counts])
+    return found
+
+
+def padded(
+    buckets: Buckets, leaves: Sequence[np.ndarray], mask: np.ndarray, places: np.ndarray
+) -> list[np.ndarray]:
+    """All rows, of the longest length; as `split`."""
+    _lengths_of(buckets, leaves, mask, places)
+    return [_padded(leaf, buckets.lengths[-1]) for leaf in leaves]
+
+
+def _lengths_of(buckets, leaves, mask, places):
+    """The length of each row, 0 of padding."""
+    lengths = np.zeros(len(mask), np.int64)
+    for leaf in filter(_has_rows, leaves):
+        lengths = np.maximum(lengths, [len(row) for row in leaf])
+    lengths[mask == 0] = 0
+    if lengths.max() > buckets.lengths[-1] and not buckets.cut:
+        raise ValueError(
+            f"Example {places[lengths.argmax()]} has the length {lengths.max()}, and the longest "
+            f"of {buckets} is {buckets.lengths[-1]}. Add a longer one, cut it in map, or have it "
+            "cut: Buckets(..., cut=True)."
+        )
+    return lengths
 
 
 def _has_rows(leaf):

@@ -11,28 +11,29 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays, held, mapping, reading
-from dp_keras_opt.data.buckets import Buckets
+from dp_keras_opt.data import arrays, buckets, held, mapping, reading
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import Columns, OnDisk
 from dp_keras_opt.data.sources.opening import as_source
 from dp_keras_opt.data.sources.tables import ArrowTable
 
 _COMPARED = 64  # records that tell whether workers have the same data
+_TRIED = 1000  # records that cannot be read before it is doubted that any can
 
 
-def of(data, class_weight=None, max_bytes=2**40, *, map=None, buckets=None, skip_unreadable=False):
+def of(data, class_weight=None, max_bytes=2**40, *, map=None, padding=None, skip_unreadable=False):
     """The `InMemory` or `FromSource` examples of what a user gives to a sampler.
 
     Args:
         data: a tuple (x, y) or (x, y, sample_weight) of structures of arrays, in memory or on disk;
             a `tf.data.Dataset`; or a source.
-        class_weight, max_bytes, map, buckets, skip_unreadable: as for `poisson_batches`.
+        class_weight, max_bytes, map, skip_unreadable: as for `poisson_batches`.
+        padding: None, or `Buckets`.
     """
-    if not isinstance(buckets, Buckets | None):
+    if not isinstance(padding, buckets.Buckets | None):
         raise TypeError(
             "buckets must be dp_keras_opt.data.Buckets, such as Buckets(512); received "
-            f"{buckets!r}."
+            f"{padding!r}."
         )
     max_bytes = whole_number(max_bytes, "max_bytes")
     if isinstance(data, tf.data.Dataset):
@@ -42,9 +43,9 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, buckets=None, skip
     if source is not None and map is None and hasattr(data, "shape"):  # an array, or a frame
         source = None
     if source is None:
-        x, y, sample_weight = arrays.columns(data, max_bytes, any_length=buckets is not None)
+        x, y, sample_weight = arrays.columns(data, max_bytes, any_length=padding is not None)
         on_disk = any(isinstance(leaf, OnDisk) for leaf in tf.nest.flatten((x, y)))
-        if not on_disk and map is None and buckets is None:
+        if not on_disk and map is None and padding is None:
             if class_weight is not None:
                 sample_weight = arrays.weights_of_classes(y, class_weight, sample_weight)
             return InMemory(arrays.as_tensors((x, y, sample_weight)))
@@ -52,7 +53,7 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, buckets=None, skip
         source = Columns(tf.nest.map_structure(_own, given))
     if isinstance(source, ArrowTable):
         arrays.check_size(source.bytes_in_memory, max_bytes)
-    return FromSource(source, map, class_weight, buckets, skip_unreadable)
+    return FromSource(source, map, class_weight, padding, skip_unreadable)
 
 
 class InMemory:
@@ -98,9 +99,9 @@ class FromSource:
         error: what went wrong last, or None: TensorFlow passes on only its text.
     """
 
-    def __init__(self, source, function, class_weight, buckets, skip_unreadable):
-        self._padding = buckets
-        self.buckets = buckets if buckets is not None and len(buckets.lengths) > 1 else None
+    def __init__(self, source, function, class_weight, padding, skip_unreadable):
+        self._padding = padding
+        self.buckets = padding if padding is not None and len(padding.lengths) > 1 else None
         self._source, self._class_weight, self._skips = source, class_weight, skip_unreadable
         self.num_examples = len(source)
         if self.num_examples < 1:
@@ -118,9 +119,14 @@ class FromSource:
 
         Where they are put into buckets, some more tell which arrays have several lengths.
         """
-        form = next((_Form(*each) for each in self._alone(range(self.num_examples))), None)
+        tried = range(min(self.num_examples, _TRIED))
+        form = next((_Form(*each) for each in self._alone(tried)), None)
         if form is None:
-            raise ValueError(f"None of the {self.num_examples} records of `data` can be read.")
+            *_, last = self.unreadable.values()
+            raise ValueError(
+                f"None of the first {len(tried):,} records of `data` can be read. The last of "
+                f"them: {last}"
+            )
         if self._padding is not None:
             looked_at = self._spread()
             for place, columns in self._alone(looked_at):
@@ -141,6 +147,7 @@ class FromSource:
             except Exception as error:
                 if not self._skips:
                     raise _unreadable(place, error) from error
+                self.unreadable[int(place)] = f"{type(error).__name__}: {error}"
 
     def _spread(self):
         """Places of a few examples, the same for all who have as many."""
@@ -189,10 +196,10 @@ class FromSource:
             leaves = [leaf[back] for leaf in leaves]
             mask = (is_real & readable[back]).astype("float32")
             if self.buckets is not None:
-                parts = self.buckets.split(leaves, mask, rows_per_unit, places)
+                parts = buckets.split(self.buckets, leaves, mask, rows_per_unit, places)
                 return [array for part in parts for array in part]
             if self._padding is not None:
-                leaves = self._padding.padded(leaves, mask, places)
+                leaves = buckets.padded(self._padding, leaves, mask, places)
             return [*leaves, mask]
         except Exception as error:
             self.error = error
@@ -238,7 +245,7 @@ class FromSource:
         """(x, y, sample_weight) of the examples of these places, as columns."""
         wanted, back = np.unique(places, return_inverse=True)
         with self._turn:
-            rows = self._source[wanted]
+            rows = self._source_rows(wanted)
         counts = {np.shape(leaf)[:1] for leaf in tf.nest.flatten(rows)}
         if counts != {(len(wanted),)}:
             raise TypeError(
@@ -259,6 +266,18 @@ class FromSource:
         if self._class_weight is not None:
             weights = arrays.weights_of_classes(y, self._class_weight, weights)
         return x, y, weights
+
+    def _source_rows(self, wanted):
+        try:
+            return self._source[wanted]
+        except TypeError as error:
+            if type(self._source).__module__.startswith(__name__.partition(".")[0]):
+                raise
+            raise TypeError(
+                f"{error} (asked for an array of {len(wanted)} indices, as "
+                "dp_keras_opt.data.Source says. What gives one example for one integer is passed "
+                "as a keras.utils.PyDataset.)"
+            ) from error
 
     def digest(self):
         """What tells these examples from others, as far as a few of them do."""

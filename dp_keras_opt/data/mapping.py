@@ -19,7 +19,7 @@ from dp_keras_opt.data.sources import stacking
 def of(function):
     """What maps columns: of a function that TensorFlow traces, or of a `PythonFunction`."""
     if isinstance(function, PythonFunction):
-        return function.map_rows
+        return function._map_rows
     if not callable(function):
         raise TypeError(f"map must be a function of one example; received {function!r}.")
     return Traced(function)
@@ -50,7 +50,11 @@ class PythonFunction:
         if self.processes:
             self._check_importable()
 
-    def map_rows(self, rows: Any) -> Any:
+    def __call__(self, *example: Any) -> Any:
+        """The function of one example, in this process."""
+        return self.function(*example)
+
+    def _map_rows(self, rows: Any) -> Any:
         """Columns of the new examples, from those of the old."""
         if not self.processes:
             return _each_row(self.function, rows)
@@ -111,7 +115,7 @@ class Traced:
         one = [tf.TensorSpec(spec.shape[1:], spec.dtype) for spec in specs]
 
         def example(*leaves):
-            return call(self._function, tf.nest.pack_sequence_as(rows, leaves))
+            return _without_lists(call(self._function, tf.nest.pack_sequence_as(rows, leaves)))
 
         # No variable may be made whenever it is called, so that it is called once before.
         traced = tf.function(example, autograph=True).get_concrete_function(*one)
@@ -128,12 +132,28 @@ class Traced:
                 lambda each: tf.nest.flatten(traced(*each)), leaves, fn_output_signature=signature
             )
 
-        return tf.function(many, input_signature=specs, autograph=False), form
+        compiled = tf.function(many, input_signature=specs, autograph=False)
+        return compiled.get_concrete_function(), form
 
 
 def call(function, example):
     """`function` of an example, which as a tuple is its arguments."""
     return function(*example) if isinstance(example, tuple) else function(example)
+
+
+def _without_lists(example):
+    """An example with tensors in the places of lists of numbers, as tf.data has them."""
+    if isinstance(example, dict):
+        return {name: _without_lists(part) for name, part in example.items()}
+    if isinstance(example, list) and all(_rank(value) == 0 for value in example):
+        return tf.convert_to_tensor(example)
+    if isinstance(example, tuple) and not hasattr(example, "_fields"):
+        return tuple(_without_lists(part) for part in example)
+    return example
+
+
+def _rank(value):
+    return None if tf.nest.is_nested(value) else tf.convert_to_tensor(value).shape.rank
 
 
 def _each_row(function, rows):

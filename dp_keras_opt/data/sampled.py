@@ -22,7 +22,7 @@ from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data.batches import Batches, RowInfo
-from dp_keras_opt.data.buckets import Blocks, Buckets
+from dp_keras_opt.data.buckets import Blocks, Buckets, rows_at_a_time
 from dp_keras_opt.data.samplers import (
     BallsInBinsSampler,
     PoissonSampler,
@@ -129,10 +129,10 @@ def poisson_batches(
             are empty, of unequal lengths, infinite, batched or larger than `max_bytes`; several
             workers have a cap; there are views without `map`.
 
-    References. For views: De, Berrada, Hayes, Smith and Balle, "Unlocking high-accuracy
-    differentially private image classification through scale", 2022, arXiv:2204.13650, section 3.2.
-    For the cap: Ganesh, "Tighter privacy analysis for truncated Poisson sampling", 2025,
-    arXiv:2508.15089.
+    References. For views, there called augmentation multiplicity: De, Berrada, Hayes, Smith and
+    Balle, "Unlocking high-accuracy differentially private image classification through scale",
+    2022, arXiv:2204.13650. For the cap: Ganesh, "Tighter privacy analysis for truncated Poisson
+    sampling", 2025, arXiv:2508.15089.
     """
     units = Units.of(
         "poisson_batches",
@@ -603,7 +603,7 @@ def _block(sampling, physical_batch_size, buckets):
     if physical_batch_size is None and buckets is not None:
         sizes = sampling.batch_sizes
         size = sampling.batch_size if sizes is None else sizes.smallest
-        physical_batch_size = per_unit * buckets.rows_at_a_time(size / place()[1])
+        physical_batch_size = per_unit * rows_at_a_time(size / place()[1])
     if physical_batch_size is None and sampling.largest_batch < math.inf:
         physical_batch_size = sampling.largest_batch
     elif physical_batch_size is None:

@@ -112,7 +112,7 @@ class Units:
             class_weight,
             max_bytes,
             map=map,
-            buckets=buckets,
+            padding=buckets,
             skip_unreadable=skip_unreadable,
         )
         count, owned = examples.num_examples, None

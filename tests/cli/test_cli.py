@@ -1,6 +1,7 @@
 """The command line: values against dp_accounting, errors and exit codes, whole trainings."""
 
 import csv
+import gzip
 import importlib
 import importlib.metadata
 import inspect
@@ -286,6 +287,83 @@ def test_completion_names_its_extra(run, monkeypatch):
     assert code == 1 and "dp-keras-opt[cli]" in err
 
 
+# Indices of TFRecord files.
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Two TFRecord files, of three records and of one."""
+    pytest.importorskip("google_crc32c")
+    paths = [tmp_path / "a.tfrecord", tmp_path / "b.tfrecord"]
+    for path, count in zip(paths, (3, 1), strict=True):
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for record in range(count):
+                writer.write(bytes([record]) * 40)
+    return paths
+
+
+def test_an_index_is_built_and_checked(run, found, records):
+    a, b = records
+    assert found("index", a, b) == {
+        "records": 4,
+        "checked": False,
+        "files": [
+            {"file": str(path), "records": count, "index": f"{path}.index"}
+            for path, count in ((a, 3), (b, 1))
+        ],
+    }
+    assert [bytes(each)[0] for each in dp.data.TFRecords(records)[np.arange(4)]] == [0, 1, 2, 0]
+    before = {path: path.read_bytes() for path in a.parent.iterdir()}
+    code, out, _ = run("index --check", a, b, a)
+    assert code == 0 and out == (
+        f"{a}.index: 3 records, agrees\n{b}.index: 1 record, agrees\n4 records in 2 files\n"
+    )
+    assert before == {path: path.read_bytes() for path in a.parent.iterdir()}
+
+
+def _of_other_records(path):
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in range(3):
+            writer.write(bytes([record + 1]) * 40)  # of the same length
+
+
+def _damaged(path):
+    path.write_bytes(path.read_bytes()[:20] + b"!" + path.read_bytes()[21:])
+
+
+def _compressed(path):
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("option", "change", "message"),
+    [
+        ("", pathlib.Path.unlink, "There is no file"),
+        ("", _damaged, "the record at byte 0 of "),
+        ("", _compressed, "It is compressed"),
+        ("", lambda path: path.write_bytes(b"text" * 9), "is no TFRecord file from byte 0 on"),
+        ("", lambda path: os.truncate(path, 60), "ends within"),
+        ("--check", _damaged, "the record at byte 0 of "),
+        ("--check", _of_other_records, "is not the index of "),
+        ("--check", lambda path: os.remove(f"{path}.index"), "has no index"),
+    ],
+)
+def test_files_without_a_true_index(run, records, option, change, message):
+    a, b = records
+    dp.data.index_tfrecord(records)
+    change(a)
+    before = {path: path.read_bytes() for path in a.parent.iterdir()}
+    code, out, err = run(f"index {option}", a, b)
+    assert (code, out) == (3, "") and message in err
+    assert before == {path: path.read_bytes() for path in a.parent.iterdir()}
+
+
+def test_index_names_its_extra(run, records, monkeypatch):
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    code, _, err = run("index", records[0])
+    assert code == 1 and "google-crc32c" in err and "dp-keras-opt[data]" in err
+
+
 # Models and data.
 
 
@@ -552,6 +630,8 @@ TRAIN = "train {0}/plain.keras {0}/data.npz"
         ("ledger {0} --delta 1e-5", 3, "Is a directory"),
         ("explain {0}/data.csv", 3, "is no .keras file"),
         ("explain {0}/data.npz", 3, "Keras cannot load"),
+        ("index", 2, "required: FILE"),
+        ("index {0}", 3, "Is a directory"),
         ("reproduce", 2, "Give the NAME"),
         ("completion tcsh", 2, "invalid choice"),
         ("train {0}/none.keras {0}/data.npz " + TRAINING, 3, "There is no file"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import dp_keras_opt as dp
 from dp_keras_opt.data import Buckets
+from dp_keras_opt.data.buckets import split
 from tests.helpers.normals import assert_exactly
 from tests.helpers.per_example import assert_close, clip_and_sum
 
@@ -136,7 +137,7 @@ def test_each_unit_is_in_one_bucket_by_its_own_length(rows, per_unit):
     column = np.empty(len(rows), object)
     column[:] = [np.full(size, place + 1) for place, size in enumerate(sizes)]
     places = np.arange(len(rows))
-    parts = Buckets([3, 7, 12]).split([column, places], mask, per_unit, places)
+    parts = split(Buckets([3, 7, 12]), [column, places], mask, per_unit, places)
     kept = []
     for (words, numbers, counts), length, before in zip(parts, (3, 7, 12), (-1, 3, 7), strict=True):
         assert words.shape == (len(numbers), length) and len(numbers) % per_unit == 0

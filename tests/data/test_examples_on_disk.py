@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import warnings
 
 import keras
@@ -10,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dp_keras_opt as dp
-from dp_keras_opt.data import samplers
+from dp_keras_opt.data import examples, samplers
 
 N, B = 37, 5
 _rng = np.random.default_rng(0)
@@ -331,6 +332,103 @@ def test_ids_of_users_from_a_column(tmp_path):
         dp.data.poisson_users((X, Y), "who", 3, 6, examples_per_user=2)
 
 
+# What users have, as it comes.
+
+
+def test_a_data_set_that_inherits_from_torch_is_read_item_by_item():
+    base = type("Dataset", (), {"__module__": "torch.utils.data.dataset"})
+
+    class Items(base):
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            return list(X)[index], int(Y[index])  # a list takes no array
+
+    make = SAMPLERS["poisson"]
+    _assert_equal(_drawn(make, Items()), _drawn(make, (X, Y)))
+
+
+def test_a_source_that_takes_one_index_is_told_of():
+    class One(Own):
+        def __getitem__(self, index):
+            return list(X)[index]
+
+    with pytest.raises(ValueError, match="asked for an array of 1 indices.*keras.utils.PyDataset"):
+        dp.data.poisson_batches(One(), B)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: ([x[0, 0], x[1, 0]], y),
+        dp.data.PythonFunction(lambda x, y: (x[:2, 0].tolist(), y)),
+    ],
+    ids=["traced", "python"],
+)
+def test_a_list_of_numbers_is_an_array(function):
+    make = SAMPLERS["poisson"]
+    _assert_equal(_drawn(make, (X, Y), map=function), _drawn(make, (X[:, :2, 0], Y)))
+
+
+def test_lists_of_a_stream_are_arrays(tmp_path):
+    pytest.importorskip("array_record")
+    rows = ({"x": X[i].tolist(), "words": ["a", TEXTS[i]], "y": int(Y[i])} for i in range(N))
+    dp.data.write(rows, tmp_path / "rows")
+    described = json.loads((tmp_path / "rows.json").read_text())
+    assert described["shapes"] == [[2], [4, 3], []]  # in the order of their names
+    batches = _drawn(SAMPLERS["poisson"], tmp_path / "rows", map=lambda row: (row["x"], row["y"]))
+    _assert_equal(batches, _drawn(SAMPLERS["poisson"], (X, Y)))
+
+
+def test_a_file_that_polars_streamed_into(tmp_path):
+    polars = pytest.importorskip("polars")
+    pytest.importorskip("pyarrow")
+    texts = [f"t{i}" for i in range(N)]
+    columns = {"text": texts, "words": [[text, "b"] for text in texts], "y": Y.tolist()}
+    frame = polars.DataFrame(columns)
+    path = tmp_path / "rows.arrow"
+    frame.lazy().sink_ipc(path, compression=None)  # strings are views in it
+
+    def example(row):
+        return (row["text"], row["words"]), row["y"]
+
+    given = ((np.array(texts, object), np.array(columns["words"], object)), Y)
+    for data in (path, frame):
+        make = SAMPLERS["users"]
+        _assert_equal(_drawn(make, data, map=example), _drawn(make, given))
+    batches = dp.data.poisson_users(path, "text", 5, examples_per_user=1, map=example)
+    assert batches.sampling.num_examples == N
+    with pytest.raises(TypeError, match=r"is a LazyFrame.*Call its collect\(\)"):
+        dp.data.poisson_batches(frame.lazy(), B, map=example)
+
+
+@pytest.mark.parametrize(
+    "data, match",
+    [
+        (iter([(X[0], Y[0])]), "comes one by one is written.*dp_keras_opt.data.write"),
+        ("table.csv", "table.csv is no kind of file that is read by its name"),
+    ],
+)
+def test_what_has_no_rows(data, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        dp.data.poisson_batches(data, B)
+
+
+@pytest.mark.parametrize(
+    "package, use",
+    [
+        ("google_crc32c", lambda folder: dp.data.TFRecords(folder / "a.tfrecord")),
+        ("array_record.python", lambda folder: dp.data.write([(1, 2)], folder / "a")),
+        ("pyarrow", lambda folder: dp.data.poisson_batches(folder / "a.feather", B)),
+    ],
+)
+def test_a_package_that_is_missing_is_named(package, use, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'dp-keras-opt\[data\]'"):
+        use(tmp_path)
+
+
 # Reading.
 
 
@@ -357,6 +455,7 @@ def _doubled(x, y):
 @pytest.mark.parametrize("processes", [0, 2])
 def test_functions_of_python(processes):
     function = dp.data.PythonFunction(_doubled, processes)
+    np.testing.assert_array_equal(function(X[0], Y[0])[0], 2 * X[0])
     batches = _drawn(SAMPLERS["poisson"], (X, Y), map=function)
     for (x, y, _), (x_, y_, _) in zip(batches, _drawn(SAMPLERS["poisson"], (X, Y)), strict=True):
         np.testing.assert_array_equal(x, 2 * x_)
@@ -439,7 +538,22 @@ def test_a_record_that_is_skipped_contributes_nothing_and_is_counted():
     assert batches.sampling.num_examples == N
 
 
+def test_when_no_record_can_be_read_one_reason_is_given(monkeypatch):
+    monkeypatch.setattr(examples, "_TRIED", 5)
+
+    class None_(Own):
+        def __getitem__(self, indices):
+            self.asked.append(indices)
+            raise OSError("no disk")
+
+    source = None_()
+    with pytest.raises(ValueError, match="None of the first 5 records.*OSError: no disk"):
+        dp.data.poisson_batches(source, B, skip_unreadable=True)
+    assert len(source.asked) == 5
+
+
 def test_pictures_that_are_none(tmp_path):
+    pytest.importorskip("PIL")  # which writes them here
     for name in "ab":
         (tmp_path / name).mkdir()
         for i in range(4):
@@ -569,6 +683,7 @@ def test_what_is_written_is_of_one_form(tmp_path):
 @pytest.mark.parametrize("how", [{}, {"crop_to_aspect_ratio": True}, {"pad_to_aspect_ratio": True}])
 @pytest.mark.parametrize("label_mode", ["int", "binary", "categorical"])
 def test_folders_are_read_as_by_keras(tmp_path, label_mode, how):
+    pytest.importorskip("PIL")
     rng = np.random.default_rng(1)
     for name in ("dog", "cat"):
         (tmp_path / name / "deeper").mkdir(parents=True)

@@ -16,7 +16,7 @@ from dp_keras_opt.optimizers.catalog import CATALOG
 LISTED = pathlib.Path(__file__).parents[1] / "public_api.txt"
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 NAME = dp_keras_opt.__name__
-SPECIAL = ("__init__", "__call__", "__iter__", "__len__")
+SPECIAL = ("__init__", "__call__", "__iter__", "__len__", "__getitem__")
 
 #: Called from other rooms of the package, so without an underscore; no user needs them.
 INTERNAL = {
@@ -58,6 +58,8 @@ def members(cls):
             continue
         for name, attribute in vars(base).items():
             if name in INTERNAL or is_deprecated(attribute):
+                continue
+            if name == "__init__" and getattr(cls, "_is_protocol", False):  # of typing
                 continue
             if name in SPECIAL or not name.startswith("_"):
                 found.setdefault(name, attribute)

@@ -70,12 +70,12 @@ def check_lengths(
                     "changes when its batch gets longer. Where a batch is padded to its longest "
                     "example, that one then changes what all others give, and moves the sum by "
                     "more than its own clipped gradient: the ε would be too small; in buckets, "
-                    "the boundaries would decide what is learned. Mask the padding through to the loss "
-                    "(mask_zero=True in Embedding, or a Masking layer of value 0; pooling and "
+                    "the boundaries would decide what is learned. Mask the padding through to the "
+                    "loss (mask_zero=True in Embedding, or a Masking layer of value 0; pooling and "
                     "recurrent layers then leave it out; `a + b` of tensors loses the mask, "
-                    "layers.Add keeps it). Weights of 0 for padded positions are "
-                    "not enough, since an example's loss is the mean over all positions that are "
-                    f"not masked. Or: {_FIX}."
+                    "layers.Add keeps it). Weights of 0 for padded positions are not enough, since "
+                    "an example's loss is the mean over all positions that are not masked. Or: "
+                    f"{_FIX}."
                 )
     if not compared:
         raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt._keras import index_directory
-from dp_keras_opt.types import Path
+from dp_keras_opt.types import Map, Path
 
 #: What `keras.utils.image_dataset_from_directory` finds.
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
@@ -26,17 +26,21 @@ class Folder:
     """
 
     is_thread_safe = True
+    class_names: tuple[str, ...]
+    file_paths: tuple[str, ...]
 
-    def __init__(self, paths, labels, class_names, decode):
+    def __init__(
+        self, paths: np.ndarray, labels: Any, class_names: tuple[str, ...], decode: Map
+    ) -> None:
         self.class_names, self.file_paths = class_names, tuple(paths)
         self._paths, self._labels = paths, labels
         #: What makes an example of a path, compiled by TensorFlow; applied before any `map`.
         self.decode = lambda path, *label: (decode(path), *label)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._paths)
 
-    def __getitem__(self, indices):
+    def __getitem__(self, indices: np.ndarray) -> Any:
         rows = (self._paths[indices],)
         return rows if self._labels is None else (*rows, self._labels[indices])
 

@@ -15,6 +15,9 @@ from dp_keras_opt.data.sources.tables import ArrowTable, HuggingFace, open_table
 from dp_keras_opt.data.sources.tfrecord import TFRecords
 from dp_keras_opt.data.sources.written import Written
 
+#: Packages whose data sets give one example for an integer; users inherit from them.
+_ONE_BY_ONE = {"grain", "tensorflow_datasets", "torch"}
+
 
 def as_source(data: Any) -> Source | None:
     """The source that an object is, or that an adapter makes of it; None where there is none.
@@ -29,14 +32,18 @@ def as_source(data: Any) -> Source | None:
         return HuggingFace(data)
     if package == "pyarrow" and hasattr(data, "take"):
         return ArrowTable(data)
+    if package == "polars" and hasattr(data, "collect"):
+        raise TypeError(
+            f"`data` is a {type(data).__name__}, which has no rows yet. Call its collect(); or "
+            "write it with sink_ipc(path, compression=None), and pass the path, *.arrow."
+        )
     if package in ("pandas", "polars") and hasattr(data, "columns"):
         return table_of_frame(data)
     array = open_column(data)
     if isinstance(array, OnDisk):
         return Columns(array)
-    one_by_one = package in ("grain", "tensorflow_datasets", "torch") or hasattr(
-        data, "__getitems__"
-    )
+    packages = {kind.__module__.partition(".")[0] for kind in type(data).__mro__}
+    one_by_one = packages & _ONE_BY_ONE or hasattr(data, "__getitems__")
     if isinstance(data, keras.utils.PyDataset) or (one_by_one and hasattr(data, "__getitem__")):
         return Records(data)
     has_rows = hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -54,6 +61,6 @@ def _of_path(path):
         return Written(path)
     raise ValueError(
         f"{path} is no kind of file that is read by its name: .npy, .array_record (which "
-        "dp_keras_opt.data.write writes), .tfrecord, .feather, .arrow or .parquet. Open it, and "
-        "pass what has a length and rows."
+        "dp_keras_opt.data.write writes), .tfrecord, .feather, .arrow or .parquet. Open it, as by "
+        "image_folder, text_folder, h5py.File or zarr.open, and pass what has a length and rows."
     )

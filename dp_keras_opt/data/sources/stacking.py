@@ -1,12 +1,36 @@
 """Rows that were read one by one, as columns; and columns, as rows."""
 
+import numbers
+
 import numpy as np
 import tensorflow as tf
+
+_VALUES = str | bytes | numbers.Number | np.generic
 
 
 def stacked(rows):
     """One structure of arrays from a list of structures of values of one form."""
-    return tf.nest.map_structure(lambda *values: column(values), *rows)
+    return tf.nest.map_structure(lambda *values: column(values), *map(without_lists, rows))
+
+
+def without_lists(structure):
+    """A structure with arrays in the places of lists of numbers or strings, as tokenizers give."""
+    if isinstance(structure, dict):
+        return {name: without_lists(part) for name, part in structure.items()}
+    if isinstance(structure, list) and _is_array(structure):
+        array = np.asarray(structure)
+        return array.astype(object) if array.dtype.kind in "SU" else array
+    if isinstance(structure, tuple | list):
+        parts = [without_lists(part) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
+    return structure
+
+
+def _is_array(values):
+    return all(
+        _is_array(value) if isinstance(value, list) else isinstance(value, _VALUES)
+        for value in values
+    )
 
 
 def column(values):

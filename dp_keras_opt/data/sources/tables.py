@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dp_keras_opt.data.sources.files import Unchanged
+from dp_keras_opt.data.sources.packages import of_extra_data
 from dp_keras_opt.data.sources.stacking import column
 
 
@@ -24,13 +25,20 @@ class ArrowTable:
     def __init__(self, table, paths=(), bytes_in_memory=None):
         self._table = table
         self._files = Unchanged(paths)
+        # `take` knows no views, which Polars writes strings as.
+        self._taken = [field.name for field in table.schema if "_view" not in str(field.type)]
         self.bytes_in_memory = table.nbytes if bytes_in_memory is None else bytes_in_memory
 
     def __len__(self):
         return self._table.num_rows
 
     def __getitem__(self, indices):
-        return arrays_of(self._table.take(indices))
+        taken = self._table.select(self._taken).take(indices)
+        return arrays_of(taken) | {
+            name: _array(_one_by_one(self._table.column(name), indices), name)
+            for name in self._table.column_names
+            if name not in self._taken
+        }
 
     @property
     def names(self):
@@ -79,7 +87,8 @@ class HuggingFace:
 
 def open_table(path):
     """The `ArrowTable` of a file: Feather and Arrow mapped, as far as they can be; Parquet read."""
-    import pyarrow
+    with of_extra_data("pyarrow", "Feather and Parquet files are read by"):
+        import pyarrow
 
     before = pyarrow.total_allocated_bytes()
     if path.endswith(".parquet"):
@@ -95,9 +104,10 @@ def open_table(path):
 
 def table_of_frame(frame):
     """The `ArrowTable` of a data frame of pandas or Polars; each column is one type."""
+    with of_extra_data("pyarrow", "Data frames are read through"):
+        import pyarrow
     if hasattr(frame, "to_arrow"):  # Polars
         return ArrowTable(frame.to_arrow())
-    import pyarrow
 
     return ArrowTable(pyarrow.Table.from_pandas(frame, preserve_index=False))
 
@@ -105,6 +115,28 @@ def table_of_frame(frame):
 def arrays_of(table):
     """The columns of a `pyarrow.Table` as a dict of arrays."""
     return {name: _array(table.column(name), name) for name in table.column_names}
+
+
+def _one_by_one(column, indices):
+    """Values of a column of views, as an array without any."""
+    import pyarrow
+
+    values = [column[index].as_py() for index in indices.tolist()]
+    return pyarrow.array(values, _without_views(column.type))
+
+
+def _without_views(kind):
+    """A type of Arrow with plain strings and lists for views of such."""
+    import pyarrow
+    from pyarrow import types
+
+    if str(kind) in ("string_view", "binary_view"):
+        return pyarrow.large_string() if str(kind) == "string_view" else pyarrow.large_binary()
+    if types.is_struct(kind):
+        return pyarrow.struct([(field.name, _without_views(field.type)) for field in kind])
+    if hasattr(kind, "value_type") and not types.is_dictionary(kind):
+        return pyarrow.large_list(_without_views(kind.value_type))
+    return kind
 
 
 def _array(values, name):

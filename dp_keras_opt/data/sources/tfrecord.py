@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from dp_keras_opt.data.sources.files import Unchanged
+from dp_keras_opt.data.sources.packages import of_extra_data
 from dp_keras_opt.files import replacing
 from dp_keras_opt.types import Path
 
@@ -32,12 +33,14 @@ class TFRecords:
 
     Raises:
         FileNotFoundError: a file has no index.
+        ImportError: the package google-crc32c is not installed.
         ValueError: an index is that of another file, or of the file before it was changed.
     """
 
     is_thread_safe = True
 
     def __init__(self, paths: Path | Sequence[Path]) -> None:
+        _crc32c()  # without it no record can be read
         self._paths = _paths(paths)
         indices = [_read_index(path) for path in self._paths]
         self._files = Unchanged(self._paths)
@@ -45,17 +48,18 @@ class TFRecords:
         self._entries = np.concatenate(indices)
         self._contents = [np.memmap(path, np.uint8, "r") for path in self._paths]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, indices):
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         files = np.searchsorted(self._first, indices, side="right") - 1
         records = np.empty(len(indices), object)
         for row, (index, file) in enumerate(zip(indices, files, strict=True)):
             records[row] = self._read(file, *self._entries[index].tolist())
         return records
 
-    def check(self):
+    def check(self) -> None:
+        """Raises where a file is no longer as it was; called before each batch."""
         self._files.check()
 
     def _read(self, file, offset, length, checksum):
@@ -80,6 +84,7 @@ def index_tfrecord(paths: Path | Sequence[Path]) -> int:
         The number of records of all files.
 
     Raises:
+        ImportError: the package google-crc32c is not installed.
         ValueError: a file is no TFRecord file, is compressed or cut short, or a record does not
             match its checksum; the message says where.
     """
@@ -91,6 +96,22 @@ def index_tfrecord(paths: Path | Sequence[Path]) -> int:
             beside.write_bytes(size.tobytes() + entries.tobytes())
         count += len(entries)
     return count
+
+
+def check_index(path: Path) -> int:
+    """Holds a file, every record of it, against the index that it has. Writes nothing.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        FileNotFoundError: the file has no index.
+        ImportError, ValueError: as `index_tfrecord`; or the index is not that of this file.
+    """
+    known = _read_index(path)
+    if not np.array_equal(np.array(list(_scan(path)), _ENTRY), known):
+        raise _not_the_index(path)
+    return len(known)
 
 
 def index_path(path: Path) -> str:
@@ -134,17 +155,25 @@ def _read_index(path):
             f"dp-keras-opt index {path}, or dp_keras_opt.data.index_tfrecord."
         ) from error
     if not len(size) or size[0] != os.stat(path).st_size or len(entries) % _ENTRY.itemsize:
-        raise ValueError(
-            f"{index_path(path)} is not the index of {path} as it is now. Build it again: "
-            f"dp-keras-opt index {path}."
-        )
+        raise _not_the_index(path)
     return np.frombuffer(entries, _ENTRY)
 
 
-def _masked(data: bytes) -> int:
-    import google_crc32c
+def _not_the_index(path):
+    return ValueError(
+        f"{index_path(path)} is not the index of {path} as it is now. Build it again: "
+        f"dp-keras-opt index {path}."
+    )
 
-    crc = google_crc32c.value(data)
+
+def _crc32c() -> Callable[[bytes], int]:
+    with of_extra_data("google-crc32c", "The checksums of TFRecord files need"):
+        import google_crc32c
+    return google_crc32c.value
+
+
+def _masked(data: bytes) -> int:
+    crc = _crc32c()(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

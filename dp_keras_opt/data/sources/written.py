@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.data.sources.files import Unchanged
-from dp_keras_opt.data.sources.stacking import column
+from dp_keras_opt.data.sources.packages import of_extra_data
+from dp_keras_opt.data.sources.stacking import column, without_lists
 from dp_keras_opt.files import replacing
 from dp_keras_opt.types import Path
 
@@ -30,8 +31,9 @@ def write(examples: Iterable[Any], path: Path) -> int:
     Args:
         examples: yields examples one by one, each a tuple (x, y), a dict, or another structure of
             arrays, numbers and strings: a `tf.data.Dataset`, a generator, a streaming data set of
-            Hugging Face. All have one structure and the same types; lengths may differ where the
-            number of dimensions does not. Read once, and never held in memory.
+            Hugging Face. A list of numbers is an array. All have one structure and the same types;
+            lengths may differ where the number of dimensions does not. Read once, and never held
+            in memory.
         path: of the ArrayRecord file to write, which by custom ends in .array_record; a second
             file, with .json behind the name, holds what the arrays are. Files that are there are
             replaced once the new ones are whole.
@@ -44,7 +46,8 @@ def write(examples: Iterable[Any], path: Path) -> int:
         TypeError, ValueError: an example is of another structure, type or number of dimensions
             than the first, or there is none; the message names it by its number.
     """
-    from array_record.python import array_record_module
+    with of_extra_data("array-record", "Files of examples are written by"):
+        from array_record.python import array_record_module
 
     path = pathlib.Path(path)
     form, count = None, 0
@@ -55,6 +58,7 @@ def write(examples: Iterable[Any], path: Path) -> int:
         writer = array_record_module.ArrayRecordWriter(os.fspath(beside), "group_size:1")
         try:
             for count, example in enumerate(examples, 1):
+                example = without_lists(example)
                 leaves = [_leaf(value) for value in tf.nest.flatten(example)]
                 found = _Form.of(example, leaves)
                 form = found if form is None else form.with_another(found, count - 1)
@@ -77,7 +81,8 @@ class Written:
     is_thread_safe = True
 
     def __init__(self, path: Path) -> None:
-        from array_record.python import array_record_data_source
+        with of_extra_data("array-record", "Files that dp.data.write wrote are read by"):
+            from array_record.python import array_record_data_source
 
         described = json.loads(pathlib.Path(f"{os.fspath(path)}.json").read_text())
         self._form = _Form.from_json(described, path)
