@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays, held, mapping, reading
+from dp_keras_opt.data import arrays, failures, held, mapping, reading
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import Columns, OnDisk
 from dp_keras_opt.data.sources.opening import as_source
@@ -85,7 +85,6 @@ class FromSource:
     Attributes:
         num_examples: how many there are.
         unreadable: which records could not be read and were skipped, and why.
-        error: what went wrong last, or None: TensorFlow passes on only its text.
     """
 
     def __init__(self, source, function, class_weight, skip_unreadable):
@@ -94,7 +93,6 @@ class FromSource:
         if self.num_examples < 1:
             raise ValueError(f"`data` is empty. Received: {type(source).__name__} of no examples.")
         self.unreadable: dict[int, str] = {}
-        self.error: Exception | None = None
         decode = getattr(source, "decode", None)
         self._changes = [mapping.of(each) for each in (decode, function) if each is not None]
         safe = getattr(source, "is_thread_safe", False)
@@ -133,7 +131,7 @@ class FromSource:
 
     def _batch(self, indices):
         """The arrays of a batch, and which of its rows count."""
-        try:
+        with failures.kept():
             self._check()
             is_real = indices >= 0
             places = np.where(is_real, indices, ~indices)
@@ -144,9 +142,6 @@ class FromSource:
                 back[is_real], back[~is_real] = np.arange(is_real.sum()), is_real.sum() + which
             leaves, readable = self._made(made)
             return [*(leaf[back] for leaf in leaves), (is_real & readable[back]).astype("float32")]
-        except Exception as error:
-            self.error = error
-            raise
 
     def _check(self):
         """Raises where the source is no longer what it was."""

@@ -21,6 +21,7 @@ from dp_keras_opt.accounting import batch_sizes
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.data import failures
 from dp_keras_opt.data.batches import Batches, RowInfo
 from dp_keras_opt.data.samplers import (
     BallsInBinsSampler,
@@ -620,8 +621,10 @@ def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
     """
 
     def indices():
-        examples.begin()
-        return (np.repeat(each, sampling.views) for each in draws())
+        with failures.kept():
+            examples.begin()
+            for each in draws():
+                yield np.repeat(each, sampling.views)
 
     def gather(indices):
         (x, y, weight), mask = examples.gather(indices)
