@@ -518,13 +518,14 @@ def fixed_order_epochs(
         drop_remainder=drop_remainder,
         examples_per_unit=examples_per_user,
     )
-    sampling = dataclasses.replace(sampling, views=views)
+    sampling = dataclasses.replace(sampling, passes=Passes(), views=views)
     steps = sampling.steps_per_epoch
     order_seed = _shared_seed() if order_seed is None else order_seed
     own = units.in_order(steps, batch_size, order_seed)
     rows = own.shape[1] * (sampling.rows_per_unit or 1)
 
     def draws():
+        sampling.passes.begin()
         return (rows_of(numpy_generator(), each, units.examples_of, sampling) for each in own)
 
     return _gathered(units.examples, draws, rows, rows, sampling, steps, order_seed)
@@ -560,7 +561,7 @@ def _drawn_afresh(
         sampler: `PoissonSampler`, or a subclass.
     """
     sampling = dataclasses.replace(sampling, views=views)
-    if sampling.batch_sizes is not None:
+    if sampling.batch_sizes is not None or sampling.period > 1:
         sampling = dataclasses.replace(sampling, passes=Passes())
     if steps_per_epoch is None:
         steps_per_epoch = sampling.steps_per_epoch
