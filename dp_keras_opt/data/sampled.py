@@ -33,7 +33,7 @@ from dp_keras_opt.data.units import Units
 from dp_keras_opt.deprecation import renamed_arguments
 from dp_keras_opt.noise.entropy import numpy_generator
 from dp_keras_opt.types import Adjacency, Map
-from dp_keras_opt.workers import of_chief, place
+from dp_keras_opt.workers import gathered, of_chief, place
 
 
 def poisson_batches(
@@ -607,6 +607,18 @@ def _need_one_worker(what):
         )
 
 
+def _check_alike(sampling, steps):
+    """Refuses workers that were told to sample in different ways: what is stated holds for none."""
+    said = repr((sampling, steps)).encode()
+    everyones = [each.decode() for each in gathered(said)]
+    if len(set(everyones)) > 1:
+        raise ValueError(
+            "The workers sample in different ways, and would take different steps: "
+            f"{'; '.join(everyones)} (the sampling, and the batches of an epoch). Give all of them "
+            "the same arguments."
+        )
+
+
 def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
     """`Batches` of the examples whose indices `draws` yields.
 
@@ -620,6 +632,8 @@ def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
         steps: the number of batches.
         order_seed: as of `Batches`.
     """
+
+    _check_alike(sampling, steps)
 
     def indices():
         with failures.kept():

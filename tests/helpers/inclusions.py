@@ -83,7 +83,7 @@ def by_two_workers(monkeypatch, function):
     with monkeypatch.context() as patch:
         for module in (workers, units, sampled, batches):
             patch.setattr(module, "place", place)
-        for module in (workers, units):
+        for module in (workers, units, sampled):
             patch.setattr(module, "gathered", gathered)
         threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
         for thread in threads:
