@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import weakref
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -96,8 +98,9 @@ class FromSource:
         decode = getattr(source, "decode", None)
         self._changes = [mapping.of(each) for each in (decode, function) if each is not None]
         safe = getattr(source, "is_thread_safe", False)
-        self._turn = contextlib.nullcontext() if safe else threading.Lock()
+        self._turn = contextlib.nullcontext() if safe else _turn_of(source)
         self._form = self._form_of_examples()
+        self._check_rows()
 
     def _form_of_examples(self):
         """The `_Form` of all examples: that of the first one that can be read."""
@@ -109,6 +112,33 @@ class FromSource:
                 if not self._skips:
                     raise _unreadable(place, error) from error
         raise ValueError(f"None of the {self.num_examples} records of `data` can be read.")
+
+    def _check_rows(self):
+        """Refuses a source whose rows depend on what is asked for beside them.
+
+        The row of another index, or one that others go into, would be drawn, and clipped, as this
+        one. Of a source whose rows are random nothing can be told.
+
+        Raises:
+            ValueError: a row is another one beside others than alone.
+        """
+        places = np.unique([0, self.num_examples // 2, self.num_examples - 1])
+        try:
+            with self._turn:
+                several, again = (self._source[places] for _ in range(2))
+                alone = [self._source[places[row : row + 1]] for row in range(len(places))]
+        except Exception:  # one cannot be read; where it is drawn it is told of
+            return
+        if any(_row_digest(several, row) != _row_digest(again, row) for row in range(len(places))):
+            return
+        for row, place in enumerate(places):
+            if _row_digest(several, row) != _row_digest(alone[row], 0):
+                raise ValueError(
+                    f"Example {place} of `data` is another one when it is asked for beside others, "
+                    f"{places.tolist()}, than alone. A source gives for each index the example of "
+                    "that index, in the order of the indices, whatever the others are: see "
+                    "dp_keras_opt.data.Source."
+                )
 
     # In TensorFlow.
 
@@ -213,6 +243,23 @@ class FromSource:
         with self._turn:
             rows = self._source[places]
         return digest_of([np.array([self.num_examples]), *tf.nest.flatten(rows)])
+
+
+#: Whose turn it is at a source that is not safe for several threads, of all that draw from it.
+_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_turns_of_others = threading.Lock()
+
+
+def _turn_of(source):
+    """The lock of what a source reads: two samplers may have been given the same."""
+    try:
+        return _turns.setdefault(getattr(source, "records", source), threading.Lock())
+    except TypeError:  # it has no hash, or no weak references
+        return _turns_of_others
+
+
+def _row_digest(rows, row):
+    return digest_of([np.asarray(leaf[row]) for leaf in tf.nest.flatten(rows)])
 
 
 class _Form:

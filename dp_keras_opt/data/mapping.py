@@ -30,7 +30,9 @@ class PythonFunction:
     """A function of one example that TensorFlow cannot trace, as `map` of a sampler.
 
     For tokenizers and whatever else is Python: it is called with NumPy arrays and strings, one
-    example at a time, so that it cannot mix examples, anew whenever one is drawn.
+    example at a time, anew whenever one is drawn, so that it cannot mix examples as long as it
+    remembers none: what it has learnt of earlier examples, such as a running mean or a vocabulary,
+    must not go into later ones. Learn such things from public data, before the training.
 
     Args:
         function: takes what an example is (x and y where it is such a tuple), and returns the new

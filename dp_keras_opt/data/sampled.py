@@ -96,7 +96,9 @@ def poisson_batches(
             where that is no tuple, such as a dict of columns. Returns (x, y), of the same shapes
             for all examples; weights stay. It is called on each example alone, anew whenever that
             is drawn, so that it cannot mix examples and random augmentation is another each time.
-            TensorFlow traces it; `PythonFunction` is for what cannot be traced.
+            TensorFlow traces it; `PythonFunction` is for what cannot be traced. It must not
+            remember: one that keeps what it has seen, in a variable or a cache, and lets it into
+            later examples mixes them, which nothing here can notice, and ε would be false.
         views: K, how many times `map` is called on each example of a batch. The gradients of the K
             views are averaged before they are clipped as one, so that ε is that of one view. A
             batch has K rows for each example, which memory and time go by: see
