@@ -611,13 +611,11 @@ def _need_one_worker(what):
 
 def _check_alike(sampling, steps):
     """Refuses workers that were told to sample in different ways: what is stated holds for none."""
-    said = repr((sampling, steps)).encode()
-    everyones = [each.decode() for each in gathered(said)]
+    everyones = gathered(f"{sampling}, {steps} batches an epoch".encode())
     if len(set(everyones)) > 1:
         raise ValueError(
-            "The workers sample in different ways, and would take different steps: "
-            f"{'; '.join(everyones)} (the sampling, and the batches of an epoch). Give all of them "
-            "the same arguments."
+            f"The workers sample in different ways: {'; '.join(e.decode() for e in everyones)}. "
+            "Give all of them the same arguments."
         )
 
 

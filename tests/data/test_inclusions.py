@@ -265,6 +265,31 @@ def test_two_workers_in_one_order(is_shard, monkeypatch):
     assert sorted(together[together >= 0]) == list(range(N))
 
 
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda w: dp.data.poisson_batches(data_of(w, w == 0), B), "own_shard.*by all of them or"),
+        (
+            lambda w: dp.data.cyclic_poisson(
+                data_of(w, True), B, 2,
+                **({"users": np.arange(13), "examples_per_user": 1} if w == 0 else {}),
+            ),
+            "or users, must be given by all",
+        ),
+        (lambda w: dp.data.poisson_batches(IDS, B + w), "sample in different ways"),
+        (lambda w: dp.data.poisson_batches(IDS, B, 5 + w), "5 batches an epoch; .* 6 batches"),
+        (lambda w: dp.data.cyclic_poisson(IDS, 5, 2, order_seed=70 + w), "different order_seeds"),
+        (lambda w: dp.data.fixed_order_epochs(IDS, 5, order_seed=70 + w), "different order_seeds"),
+        (lambda w: dp.data.poisson_batches(data_of(1, True), B), "same data as a part"),
+    ],
+)  # fmt: skip
+def test_workers_that_were_called_in_different_ways_are_refused(make, match, monkeypatch):
+    """From two orders one example could come to both; order_seeds are in no message."""
+    with pytest.raises(ValueError, match=match) as caught:
+        by_two_workers(monkeypatch, make)
+    assert "70" not in str(caught.value) and "71" not in str(caught.value)
+
+
 def two_streams(monkeypatch, make):
     """(draws, sampling) of each of two workers."""
     captured, gathered = {}, dp.data.sampled._gathered
