@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import warnings
 import weakref
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -45,9 +47,27 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, skip_unreadable=Fa
             return InMemory(arrays.as_tensors((x, y, sample_weight)))
         given = (x, y) if sample_weight is None else (x, y, sample_weight)
         source = Columns(tf.nest.map_structure(_own, given))
+    if isinstance(data, keras.utils.PyDataset):
+        _doubt_batches(data)
     if isinstance(source, ArrowTable):
         arrays.check_size(source.bytes_in_memory, max_bytes)
     return FromSource(source, map, class_weight, skip_unreadable)
+
+
+def _doubt_batches(data):
+    """Warns of a `PyDataset` of batches, as Keras takes it: each would count as one example."""
+    try:
+        sizes = {np.shape(leaf)[:1] for leaf in tf.nest.flatten(data[0])}
+    except Exception:  # it is told of where it is drawn
+        return
+    if len(sizes) == 1 and sizes != {()}:
+        warnings.warn(
+            f"The elements of the {type(data).__name__} look like batches of {sizes.pop()[0]} "
+            "rows, and each of them would count as one example, drawn and clipped as a whole: ε "
+            "would be that of a batch. Give a PyDataset of single examples; if each element is "
+            "one, as a series with a target for each of its steps, all is well.",
+            stacklevel=5,
+        )
 
 
 class InMemory:

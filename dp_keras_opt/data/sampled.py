@@ -409,7 +409,8 @@ def cyclic_poisson(
     With `users`, each *user* is assigned to a group and drawn in its turn, with at most
     `examples_per_user` of their examples, and is clipped as one, as by `poisson_users`.
 
-    Guarantee: as `poisson_batches`, in every iteration from the first group on.
+    Guarantee: as `poisson_batches`, in every iteration from the first group on. Have one iteration
+    at a time.
 
     Args:
         data, batch_size, users, examples_per_user, unit: as for `balls_in_bins`.
@@ -482,7 +483,8 @@ def fixed_order_epochs(
     """Epochs over the data, in one order: for correlated noise.
 
     The order is drawn once; in every epoch each example comes at the same step, so that the steps
-    it takes part in are exactly an epoch's length apart. An incomplete last batch is padded.
+    it takes part in are exactly an epoch's length apart. An incomplete last batch is padded. Have
+    one iteration at a time: an epoch that is broken off counts, and the next one begins anew.
 
     With `users`, each *user* comes once an epoch, with at most `examples_per_user` of their
     examples, a fresh, uniformly random subset where there are more, and is clipped as one.

@@ -117,6 +117,22 @@ def test_augmentation_in_a_source_is_none_of_that():
     assert len(list(batches)) == 5
 
 
+def test_a_pydataset_of_batches_draws_a_warning():
+    class OfBatches(keras.utils.PyDataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+    with pytest.warns(UserWarning, match="OfBatches look like batches of 4 rows") as found:
+        dp.data.poisson_batches(OfBatches(), 2)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dp.data.poisson_batches(OneByOne(), 2, map=lambda x, y: (x, y))
+
+
 def test_a_source_of_one_example_and_of_examples_that_cannot_be_read():
     class One(Own):
         def __len__(self):
@@ -292,7 +308,7 @@ class OneByOne(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         x, y = self.source[np.array([index])]
-        return x[0], y[0]
+        return x[0], y[0, 0]
 
 
 @pytest.mark.parametrize("kind", [Counting, Unhashable, OneByOne])
