@@ -20,7 +20,7 @@ from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.clipping import state_changes
-from dp_keras_opt.data import Blocks, RowInfo
+from dp_keras_opt.data import Blocks, RowInfo, failures
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.training import (
     fit_arguments,
@@ -392,7 +392,7 @@ class DPModel(keras.Model):
             with guard.fitting(self, planned, taken.pass_length) as progress:
                 if not guard.affords(at_once):
                     call.epochs = initial_epoch  # no epoch at all, not an empty one
-                with workers.worker_lost(self.distribute_strategy):
+                with workers.worker_lost(self.distribute_strategy), failures.as_raised():
                     history = super().fit(**vars(call))
                 ran = steps_taken(optimizer) - before
                 # All epochs to the last one, each to its last step or to the end of the data; or

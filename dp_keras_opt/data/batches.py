@@ -14,6 +14,7 @@ import tensorflow as tf
 from dp_keras_opt import deprecation
 from dp_keras_opt._keras import is_grain_dataset, is_tf_dataset, is_torch_dataloader
 from dp_keras_opt.accounting.sampling import Sampling
+from dp_keras_opt.data import failures
 from dp_keras_opt.data.buckets import Blocks, blocks_of
 from dp_keras_opt.workers import place
 
@@ -121,7 +122,8 @@ class Batches:
         return dict(getattr(self.examples, "unreadable", {}))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
+        with failures.as_raised():
+            yield from self.dataset
 
     def __len__(self) -> int:
         if self.steps_per_epoch is None:

@@ -6,12 +6,16 @@ import contextlib
 import functools
 import hashlib
 import threading
+import warnings
+import weakref
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays, buckets, held, mapping, reading
+from dp_keras_opt.data import arrays, buckets, failures, held, mapping, reading
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import Columns, OnDisk
 from dp_keras_opt.data.sources.opening import as_source
@@ -51,9 +55,27 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, padding=None, skip
             return InMemory(arrays.as_tensors((x, y, sample_weight)))
         given = (x, y) if sample_weight is None else (x, y, sample_weight)
         source = Columns(tf.nest.map_structure(_own, given))
+    if isinstance(data, keras.utils.PyDataset):
+        _doubt_batches(data)
     if isinstance(source, ArrowTable):
         arrays.check_size(source.bytes_in_memory, max_bytes)
     return FromSource(source, map, class_weight, padding, skip_unreadable)
+
+
+def _doubt_batches(data):
+    """Warns of a `PyDataset` of batches, as Keras takes it: each would count as one example."""
+    try:
+        sizes = {np.shape(leaf)[:1] for leaf in tf.nest.flatten(data[0])}
+    except Exception:  # it is told of where it is drawn
+        return
+    if len(sizes) == 1 and sizes != {()}:
+        warnings.warn(
+            f"The elements of the {type(data).__name__} look like batches of {sizes.pop()[0]} "
+            "rows, and each of them would count as one example, drawn and clipped as a whole: ε "
+            "would be that of a batch. Give a PyDataset of single examples; if each element is "
+            "one, as a series with a target for each of its steps, all is well.",
+            stacklevel=5,
+        )
 
 
 class InMemory:
@@ -96,7 +118,6 @@ class FromSource:
         num_examples: how many there are.
         buckets: None, or the `Buckets` of several lengths that they are put into by their own.
         unreadable: which records could not be read and were skipped, and why.
-        error: what went wrong last, or None: TensorFlow passes on only its text.
     """
 
     def __init__(self, source, function, class_weight, padding, skip_unreadable):
@@ -107,12 +128,12 @@ class FromSource:
         if self.num_examples < 1:
             raise ValueError(f"`data` is empty. Received: {type(source).__name__} of no examples.")
         self.unreadable: dict[int, str] = {}
-        self.error: Exception | None = None
         decode = getattr(source, "decode", None)
         self._changes = [mapping.of(each) for each in (decode, function) if each is not None]
         safe = getattr(source, "is_thread_safe", False)
-        self._turn = contextlib.nullcontext() if safe else threading.Lock()
+        self._turn = contextlib.nullcontext() if safe else _turn_of(source)
         self._form = self._form_of_examples()
+        self._check_rows()
 
     def _form_of_examples(self):
         """The `_Form` of all examples: that of the first one that can be read.
@@ -153,6 +174,33 @@ class FromSource:
         """Places of a few examples, the same for all who have as many."""
         return np.unique(np.linspace(0, self.num_examples - 1, _COMPARED).round().astype(np.int64))
 
+    def _check_rows(self):
+        """Refuses a source whose rows depend on what is asked for beside them.
+
+        The row of another index, or one that others go into, would be drawn, and clipped, as this
+        one. Of a source whose rows are random nothing can be told.
+
+        Raises:
+            ValueError: a row is another one beside others than alone.
+        """
+        places = np.unique([0, self.num_examples // 2, self.num_examples - 1])
+        try:
+            with self._turn:
+                several, again = (self._source[places] for _ in range(2))
+                alone = [self._source[places[row : row + 1]] for row in range(len(places))]
+        except Exception:  # one cannot be read; where it is drawn it is told of
+            return
+        if any(_row_digest(several, row) != _row_digest(again, row) for row in range(len(places))):
+            return
+        for row, place in enumerate(places):
+            if _row_digest(several, row) != _row_digest(alone[row], 0):
+                raise ValueError(
+                    f"Example {place} of `data` is another one when it is asked for beside others, "
+                    f"{places.tolist()}, than alone. A source gives for each index the example of "
+                    "that index, in the order of the indices, whatever the others are: see "
+                    "dp_keras_opt.data.Source."
+                )
+
     # In TensorFlow.
 
     def gather(self, indices):
@@ -184,7 +232,7 @@ class FromSource:
 
     def _batch(self, indices, rows_per_unit=None):
         """The arrays of a batch, and which of its rows count; those of each bucket in turn."""
-        try:
+        with failures.kept():
             self._check()
             is_real, places = indices >= 0, _places(indices)
             made, back = np.unique(places, return_inverse=True)
@@ -201,9 +249,6 @@ class FromSource:
             if self._padding is not None:
                 leaves = buckets.padded(self._padding, leaves, mask, places)
             return [*leaves, mask]
-        except Exception as error:
-            self.error = error
-            raise
 
     def _check(self):
         """Raises where the source is no longer what it was."""
@@ -284,6 +329,23 @@ class FromSource:
         with self._turn:
             rows = self._source[self._spread()]
         return digest_of([np.array([self.num_examples]), *tf.nest.flatten(rows)])
+
+
+#: Whose turn it is at a source that is not safe for several threads, of all that draw from it.
+_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_turns_of_others = threading.Lock()
+
+
+def _turn_of(source):
+    """The lock of what a source reads: two samplers may have been given the same."""
+    try:
+        return _turns.setdefault(getattr(source, "records", source), threading.Lock())
+    except TypeError:  # it has no hash, or no weak references
+        return _turns_of_others
+
+
+def _row_digest(rows, row):
+    return digest_of([np.asarray(leaf[row]) for leaf in tf.nest.flatten(rows)])
 
 
 class _Form:

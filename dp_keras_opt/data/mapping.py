@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.process
 import multiprocessing
 import pickle
 import threading
@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data.sources import stacking
+from dp_keras_opt.noise.entropy import process
 
 
 def of(function):
@@ -29,7 +30,9 @@ class PythonFunction:
     """A function of one example that TensorFlow cannot trace, as `map` of a sampler.
 
     For tokenizers and whatever else is Python: it is called with NumPy arrays and strings, one
-    example at a time, so that it cannot mix examples, anew whenever one is drawn.
+    example at a time, anew whenever one is drawn, so that it cannot mix examples as long as it
+    remembers none: what it has learnt of earlier examples, such as a running mean or a vocabulary,
+    must not go into later ones. Learn such things from public data, before the training.
 
     Args:
         function: takes what an example is (x and y where it is such a tuple), and returns the new
@@ -46,6 +49,7 @@ class PythonFunction:
         self.function = function
         self.processes = whole_number(processes, "processes", 0)
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self._pool_of: Any = None
         self._lock = threading.Lock()
         if self.processes:
             self._check_importable()
@@ -62,15 +66,31 @@ class PythonFunction:
         parts = np.array_split(np.arange(count), min(self.processes, count))
         shares = [stacking.rows(rows, part) for part in parts]
         pool = self._workers()
-        done = [pool.submit(_each_row, self.function, share) for share in shares]
-        return stacking.joined([each.result() for each in done])
+        try:
+            done = [pool.submit(_each_row, self.function, share) for share in shares]
+            return stacking.joined([each.result() for each in done])
+        except concurrent.futures.process.BrokenProcessPool as error:
+            self._leave(pool)
+            raise RuntimeError(
+                f"A process that {self.function!r} ran in ended, or gave what is no result: it was "
+                "killed, as for want of memory, or what it called ended it. Others are started "
+                "when the next batch is read: train on, with fewer processes where memory is short."
+            ) from error
 
     def _workers(self):
         with self._lock:
-            if self._pool is None:
+            if self._pool is None or self._pool_of != process():  # a fork has none of its threads
                 spawned = multiprocessing.get_context("spawn")
                 self._pool = concurrent.futures.ProcessPoolExecutor(self.processes, spawned)
+                self._pool_of = process()
             return self._pool
+
+    def _leave(self, pool):
+        """Has others started in the place of processes that are lost."""
+        with self._lock:
+            if self._pool is pool:
+                self._pool = None
+        pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_importable(self):
         try:

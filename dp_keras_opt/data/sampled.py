@@ -21,6 +21,7 @@ from dp_keras_opt.accounting import batch_sizes
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.data import failures
 from dp_keras_opt.data.batches import Batches, RowInfo
 from dp_keras_opt.data.buckets import Blocks, Buckets, rows_at_a_time
 from dp_keras_opt.data.samplers import (
@@ -33,7 +34,7 @@ from dp_keras_opt.data.units import Units
 from dp_keras_opt.deprecation import renamed_arguments
 from dp_keras_opt.noise.entropy import numpy_generator
 from dp_keras_opt.types import Adjacency, Map
-from dp_keras_opt.workers import of_chief, place
+from dp_keras_opt.workers import gathered, of_chief, place
 
 
 def poisson_batches(
@@ -98,7 +99,9 @@ def poisson_batches(
             where that is no tuple, such as a dict of columns. Returns (x, y), of the same shapes
             for all examples; weights stay. It is called on each example alone, anew whenever that
             is drawn, so that it cannot mix examples and random augmentation is another each time.
-            TensorFlow traces it; `PythonFunction` is for what cannot be traced.
+            TensorFlow traces it; `PythonFunction` is for what cannot be traced. It must not
+            remember: one that keeps what it has seen, in a variable or a cache, and lets it into
+            later examples mixes them, which nothing here can notice, and ε would be false.
         views: K, how many times `map` is called on each example of a batch. The gradients of the K
             views are averaged before they are clipped as one, so that ε is that of one view. A
             batch has K rows for each example, which memory and time go by: see
@@ -420,7 +423,8 @@ def cyclic_poisson(
     With `users`, each *user* is assigned to a group and drawn in its turn, with at most
     `examples_per_user` of their examples, and is clipped as one, as by `poisson_users`.
 
-    Guarantee: as `poisson_batches`, in every iteration from the first group on.
+    Guarantee: as `poisson_batches`, in every iteration from the first group on. Have one iteration
+    at a time.
 
     Args:
         data, batch_size, users, examples_per_user, unit: as for `balls_in_bins`.
@@ -495,7 +499,8 @@ def fixed_order_epochs(
     """Epochs over the data, in one order: for correlated noise.
 
     The order is drawn once; in every epoch each example comes at the same step, so that the steps
-    it takes part in are exactly an epoch's length apart. An incomplete last batch is padded.
+    it takes part in are exactly an epoch's length apart. An incomplete last batch is padded. Have
+    one iteration at a time: an epoch that is broken off counts, and the next one begins anew.
 
     With `users`, each *user* comes once an epoch, with at most `examples_per_user` of their
     examples, a fresh, uniformly random subset where there are more, and is clipped as one.
@@ -535,7 +540,7 @@ def fixed_order_epochs(
         drop_remainder=drop_remainder,
         examples_per_unit=examples_per_user,
     )
-    sampling = dataclasses.replace(sampling, views=views)
+    sampling = dataclasses.replace(sampling, passes=Passes(), views=views)
     steps = sampling.steps_per_epoch
     order_seed = _shared_seed() if order_seed is None else order_seed
     own = units.in_order(steps, batch_size, order_seed)
@@ -545,6 +550,7 @@ def fixed_order_epochs(
         block = per_unit * _block(sampling, None, buckets)
 
     def draws():
+        sampling.passes.begin()
         return (rows_of(numpy_generator(), each, units.examples_of, sampling) for each in own)
 
     return _gathered(units.examples, draws, rows, block, sampling, steps, order_seed)
@@ -580,7 +586,7 @@ def _drawn_afresh(
         sampler: `PoissonSampler`, or a subclass.
     """
     sampling = dataclasses.replace(sampling, views=views)
-    if sampling.batch_sizes is not None:
+    if sampling.batch_sizes is not None or sampling.period > 1:
         sampling = dataclasses.replace(sampling, passes=Passes())
     if steps_per_epoch is None:
         steps_per_epoch = sampling.steps_per_epoch
@@ -633,6 +639,16 @@ def _need_one_worker(what):
         )
 
 
+def _check_alike(sampling, steps):
+    """Refuses workers that were told to sample in different ways: what is stated holds for none."""
+    everyones = gathered(f"{sampling}, {steps} batches an epoch".encode())
+    if len(set(everyones)) > 1:
+        raise ValueError(
+            f"The workers sample in different ways: {'; '.join(e.decode() for e in everyones)}. "
+            "Give all of them the same arguments."
+        )
+
+
 def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
     """`Batches` of the examples whose indices `draws` yields.
 
@@ -647,9 +663,13 @@ def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
         order_seed: as of `Batches`.
     """
 
+    _check_alike(sampling, steps)
+
     def indices():
-        examples.begin()
-        return (np.repeat(each, sampling.views) for each in draws())
+        with failures.kept():
+            examples.begin()
+            for each in draws():
+                yield np.repeat(each, sampling.views)
 
     per_unit = sampling.rows_per_unit
 

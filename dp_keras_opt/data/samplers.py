@@ -44,7 +44,7 @@ class PoissonSampler:
         # it was abandoned is a matter of timing, and must not change the draws of this one.
         seeded = None if self.root is None else self.root.spawn(1)[0]
         passes = self.sampling.passes
-        first = passes.begin() if passes else 0  # the sizes may change with the step
+        first = passes.begin() if passes else 0  # sizes may change with the step
         for step in range(self.steps):
             rng = seeded or numpy_generator()  # nothing that a fork of the process could repeat
             units = self._draw(rng, self.groups[step % len(self.groups)], first + step)

@@ -134,6 +134,7 @@ class Units:
 
     def in_groups(self, groups, seed):
         """This worker's units of each group, into which all are put at random."""
+        _check_order(seed)
         worker, workers = place()
         if self.is_shard:
             return random_groups(len(self.own), groups, [seed, worker])
@@ -141,6 +142,7 @@ class Units:
 
     def in_order(self, steps, batch_size, seed):
         """This worker's units of each step of an epoch, [steps, rows]; -1 for padding."""
+        _check_order(seed)
         worker, workers = place()
         if self.is_shard:
             rows = -(-len(self.own) // steps)
@@ -181,7 +183,7 @@ def _check_same(examples, users):
     if place()[1] == 1:
         return
     ids = b"" if users is None else examples_.digest_of([users])
-    if len(set(gathered(examples.digest() + ids))) > 1:
+    if len(set(_gathered_alike(examples.digest() + ids, False, users))) > 1:
         raise ValueError(
             "The workers were given different data, or the same in another order, so that an "
             "example could come to two of them. Give all workers the same data; or, where each "
@@ -193,7 +195,7 @@ def _check_apart(examples, users):
     """Refuses workers that hold the same examples where each is to have its own."""
     if place()[1] == 1:
         return
-    digests = gathered(examples.digest())
+    digests = _gathered_alike(examples.digest(), True, users)
     if len(set(digests)) < len(digests):
         raise ValueError(
             "Two workers were given the same data as a part of their own: each example would be "
@@ -211,6 +213,32 @@ def _check_apart(examples, users):
             "A user has examples on two workers, and could be drawn by both. Split the data so "
             "that all examples of a user are on one worker."
         )
+
+
+def _check_order(seed):
+    """Refuses workers of different orders, or groups: an example could come to two of them."""
+    digest = hashlib.blake2b(repr(seed).encode(), digest_size=16).digest()  # it is secret
+    if place()[1] > 1 and len(set(gathered(digest))) > 1:
+        raise ValueError(
+            "The workers were given different order_seeds, so that an example could come to two of "
+            "them. Give all of them the same, or none: then the first worker draws it."
+        )
+
+
+def _gathered_alike(content, is_shard, users):
+    """What each worker gave, once all have been called in the same way, and go on alike.
+
+    Raises:
+        ValueError: they have not.
+    """
+    kind = bytes([is_shard, users is not None])
+    everyones = gathered(kind + content)
+    if len({each[:2] for each in everyones}) > 1:
+        raise ValueError(
+            "The workers were called in different ways: own_shard(data), or users, must be given "
+            "by all of them or by none."
+        )
+    return [each[2:] for each in everyones]
 
 
 def _counts(count):

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
+from tests.training import shard_programs
 
 
-def start(*arguments, **environment):
+def start(*arguments, module="replica_programs", **environment):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.training.replica_programs", *map(str, arguments)],
+        [sys.executable, "-m", f"tests.training.{module}", *map(str, arguments)],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -26,7 +27,7 @@ def start(*arguments, **environment):
     )
 
 
-def start_workers(*arguments):
+def start_workers(*arguments, **program):
     """Two workers on two free ports of this machine."""
     sockets = [socket.socket() for _ in range(2)]
     for each in sockets:
@@ -35,7 +36,7 @@ def start_workers(*arguments):
     for each in sockets:
         each.close()
     return [
-        start(*arguments, TF_CONFIG=json.dumps(
+        start(*arguments, **program, TF_CONFIG=json.dumps(
             {"cluster": cluster, "task": {"type": "worker", "index": index}}
         ))
         for index in range(2)
@@ -73,3 +74,11 @@ def test_workers(tmp_path):
     assert 3 <= dp.accounting.Ledger(tmp_path / "killed.jsonl").steps <= 6
     again = np.load(tmp_path / "killed0.npy")
     assert np.abs(np.corrcoef(first[: len(again)], again)[0, 1]) < 0.3
+
+
+def test_workers_with_data_on_disk(tmp_path):
+    """Each with files of its own, or all with one source."""
+    shard_programs.write(tmp_path)
+    for output, status in finish(start_workers(tmp_path, module="shard_programs")):
+        assert status == 0, output[-4000:]
+        assert output.rstrip().endswith("ok")

@@ -18,23 +18,26 @@ class Records:
 
     Args:
         records: has a length, and gives a record, an example, for an integer.
+
+    Attributes:
+        records: the same.
     """
 
     def __init__(self, records: Any) -> None:
-        self._records = records
+        self.records = records
         module = type(records).__module__.partition(".")[0]
         # One reader for all threads is what these two promise; of other classes nothing is known.
         self.is_thread_safe = module in ("array_record", "grain")
 
     def __len__(self) -> int:
-        if isinstance(self._records, keras.utils.PyDataset):
-            return self._records.num_batches
-        return len(self._records)
+        if isinstance(self.records, keras.utils.PyDataset):
+            return self.records.num_batches
+        return len(self.records)
 
     def __getitem__(self, indices: np.ndarray) -> Any:
         places = indices.tolist()
-        if hasattr(self._records, "__getitems__"):
-            records = self._records.__getitems__(places)
+        if hasattr(self.records, "__getitems__"):
+            records = self.records.__getitems__(places)
         else:
-            records = [self._records[place] for place in places]
+            records = [self.records[place] for place in places]
         return stacked(records)
