@@ -428,8 +428,8 @@ def cyclic_poisson(
 
     Args:
         data, batch_size, users, examples_per_user, unit: as for `balls_in_bins`.
-        physical_batch_size, map, views, buckets, class_weight, skip_unreadable, adjacency,
-            max_bytes: as for `poisson_batches`.
+        physical_batch_size, map, views, buckets: as for `poisson_batches`.
+        class_weight, skip_unreadable, adjacency, max_bytes: as for `poisson_batches`.
         groups: from the bands of the noise to n / batch_size.
         steps_per_epoch: a multiple of `groups`. Default: the least one that is n / batch_size or
             more.
