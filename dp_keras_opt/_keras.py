@@ -90,6 +90,7 @@ ATTRIBUTES = (
     Private("Layer", "_seed_generators", "3.0", "to seed a layer alike for each of its examples"),
     Private("Layer", "_remat_mode", "3.10", "rematerialized layers are called twice: no rule"),
     Private("Layer", "_trainable", "3.0", "to leave it out where models are compared"),
+    Private("Layer", "_tracker", "3.0", "to exchange a part of a layer that is built"),
     Private("Variable", "_value", "3.0", "the resource of TensorFlow behind a variable"),
     Private("Model", "_assert_compile_called", "3.0", "to say the same as Keras before compile"),
     Private("Model", "_compile_loss", "3.0", "the loss that compile made, to take it per example"),
@@ -145,6 +146,31 @@ def layers_of(
 ) -> list[Any]:
     """A layer and all layers in it, each once; without `recursive` those that it holds itself."""
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
+
+
+def exchange_part(owner: keras.layers.Layer, old: Any, new: Any) -> None:
+    """Puts a layer in the place of another one wherever a layer that is built keeps it."""
+    owner._tracker.replace_tracked_value("layers", old, new)
+    for name, value in list(vars(owner).items()):
+        if name != "_layers":  # the list that the tracker has changed
+            changed = _exchanged(value, old, new)
+            if changed is not value:
+                object.__setattr__(owner, name, changed)  # past the tracker, which has it
+
+
+def _exchanged(value, old, new):
+    """The value with `new` for `old`; lists and dicts are changed as they stand."""
+    if value is old:
+        return new
+    if isinstance(value, list):
+        for place, part in enumerate(value):
+            list.__setitem__(value, place, _exchanged(part, old, new))
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            dict.__setitem__(value, key, _exchanged(part, old, new))
+    elif type(value) is tuple and any(part is old for part in value):
+        return tuple(_exchanged(part, old, new) for part in value)
+    return value
 
 
 def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:

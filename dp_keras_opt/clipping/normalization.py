@@ -1,73 +1,60 @@
-"""Batch normalization exchanged for group normalization, where that can be done from outside."""
+"""Batch normalization exchanged for group normalization, or frozen, in a copy of a model."""
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 
 from dp_keras_opt import provenance
-from dp_keras_opt._keras import Functional, layers_of
+from dp_keras_opt._keras import Functional, exchange_part, layers_of
 from dp_keras_opt.clipping.per_example import children
 
 
-def fix(model: keras.Model) -> keras.Model:
-    """A copy of a functional or Sequential model that can be trained privately.
+def fix(model: keras.Model, batch_norm: str = "group") -> keras.Model:
+    """A copy of a model whose batch normalization does not keep it from being trained privately.
 
-    Each BatchNormalization that is trained becomes a GroupNormalization of the same axis, with up
-    to 32 groups of 4 channels or more (one group where there are no positions besides the
-    channels); its scale and shift are kept. All other layers keep their configuration and weights.
-    Models nested in the model are treated likewise.
-
-    Frozen batch normalization (`trainable = False`) is private as it is, and stays. So does what is
-    inside of layers and models with a `call` of their own; a warning names it.
+    With "group" each BatchNormalization that is trained becomes a GroupNormalization of the same
+    axis, with up to 32 groups of 4 channels or more (one group where there are no positions besides
+    the channels); its scale and shift are kept. With "frozen" it is frozen: the running statistics
+    of a pre-trained model stay what they are, and are used in training too; so do its scale and
+    shift. All other layers keep their configuration and weights. Models nested in the model, and
+    layers that the code of others calls, are treated likewise.
 
     Args:
-        model: a functional or Sequential model.
+        model: a functional, Sequential or subclassed model. A task of KerasHub, such as a
+            classifier, is made again around its backbone: `fix(task.backbone)`.
+        batch_norm: "group", for training from scratch; or "frozen", for fine-tuning.
 
     Returns:
         The copy; what was spent on the weights of the model has been spent on its weights, too.
+        What the code of a class calls is exchanged in the objects, and not in the class: of such a
+        model save the weights, and load them into what `fix` makes again.
 
     Raises:
-        ValueError: the model is subclassed, so its layers cannot be exchanged from outside; or a
-            layer cannot be made again from its configuration.
+        ValueError: the model, or a layer, cannot be made again from its configuration.
     """
-    if not _is_graph(model):
-        raise ValueError(
-            f"clipping.fix needs a functional or Sequential model; {type(model).__name__} has a "
-            "`call` of its own: replace BatchNormalization by GroupNormalization in its code."
-        )
-    found = list(trained_normalizations(model))
-    _warn(found)
-    copy = _copy(model)
-    exchanged = {id(layer): layer for layer, owner in trained_normalizations(copy) if not owner}
-    made = {}
-    fixed = _exchange(copy, exchanged, made)
-    for key, layer in exchanged.items():
-        for name in ("gamma", "beta"):
-            if getattr(layer, name, None) is not None:  # built, and with this weight
-                getattr(made[key], name).assign(getattr(layer, name))
+    if batch_norm not in ("group", "frozen"):
+        raise ValueError(f"batch_norm must be 'group' or 'frozen'; received {batch_norm!r}.")
+    if batch_norm == "group":
+        _warn(trained_normalizations(model))
+    fixed = _copy(model)
+    if batch_norm == "frozen":
+        for layer in trained_normalizations(fixed):
+            layer.trainable = False
+    else:
+        fixed = _exchanged(fixed, {})
     provenance.copied(model.weights, fixed.weights)  # they carry what was spent on them
     if hasattr(model, "ledger"):
         fixed.ledger.merge(model.ledger)
     return fixed
 
 
-def trained_normalizations(
-    model: keras.Model, owner: keras.layers.Layer | None = None
-) -> Iterator[tuple[keras.layers.Layer, keras.layers.Layer | None]]:
-    """Yields each BatchNormalization that is trained, with the layer or model whose code calls it.
-
-    The latter is None where `fix` can exchange it.
-    """
-    if not _is_graph(model):
-        owner = model
-    for layer in children(model):
-        if not isinstance(layer, keras.layers.BatchNormalization):
-            yield from trained_normalizations(layer, owner)
-        elif layer.trainable:
-            yield layer, owner
+def trained_normalizations(model: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Each BatchNormalization of a model, or in a layer, that is trained."""
+    kind = keras.layers.BatchNormalization
+    return [each for each in layers_of(model) if isinstance(each, kind) and each.trainable]
 
 
 def _is_graph(model):
@@ -83,21 +70,13 @@ def names(layers: Sequence[str], shown: int = 3) -> str:
 
 
 def _warn(found):
-    left = [layer.name for layer, owner in found if owner]
-    if left:
-        owners = dict.fromkeys(type(owner).__name__ for _, owner in found if owner)
-        warnings.warn(
-            f"clipping.fix cannot exchange BatchNormalization {names(left)}, which the code of "
-            f"{', '.join(owners)} calls. Freeze it (layer.trainable = False), or replace it there.",
-            stacklevel=3,
-        )
-    trained = [layer.name for layer, owner in found if not owner and _has_statistics(layer)]
+    trained = [layer.name for layer in found if _has_statistics(layer)]
     if trained:
         warnings.warn(
             f"clipping.fix drops the moving mean and variance of BatchNormalization "
             f"{names(trained)}, with which the other weights were trained; these have to be "
             "trained again. To keep a pre-trained model as it is, freeze its batch normalization "
-            "instead: layer.trainable = False.",
+            "instead: fix(model, 'frozen').",
             stacklevel=3,
         )
 
@@ -108,6 +87,8 @@ def _has_statistics(layer):
 
 def _copy(model):
     """A model of its own with the same layers, weights and trainable flags."""
+    if not _is_graph(model):
+        return _copy_of_subclass(model)
     pairs = []
 
     def again(layer):
@@ -122,11 +103,33 @@ def _copy(model):
         copy.build(model.input_shape)
     for layer, other in pairs:
         with _named(layer):
-            for part, same in zip(layers_of(layer), layers_of(other), strict=True):
-                if same.trainable != part.trainable:  # of what the configuration leaves out
-                    same.trainable = part.trainable
-            other.set_weights(layer.get_weights())
+            _settle(other, layer)
     return copy
+
+
+def _copy_of_subclass(model):
+    """The same for a model that has a `call` of its own."""
+    try:
+        copy = type(model).from_config(model.get_config())
+        if model.built and not copy.built:
+            copy.build_from_config(model.get_build_config())
+        _settle(copy, model)
+    except Exception as error:
+        raise ValueError(
+            f"clipping.fix cannot copy the model: {type(model).__name__} is not made again by "
+            "from_config(get_config()), as it must be to be saved. Mend these methods; or replace "
+            "BatchNormalization by GroupNormalization in its code, or freeze it "
+            f"(layer.trainable = False). ({error})"
+        ) from error
+    return copy
+
+
+def _settle(copy, layer):
+    """Gives a copy of a layer what its configuration leaves out."""
+    for part, same in zip(layers_of(layer), layers_of(copy), strict=True):
+        if same.trainable != part.trainable:
+            same.trainable = part.trainable
+    copy.set_weights(layer.get_weights())
 
 
 @contextlib.contextmanager
@@ -142,27 +145,30 @@ def _named(layer):
         ) from error
 
 
-def _exchange(model, exchanged, made):
-    """The graph of a model once more, on the same layers but for those that are exchanged.
+def _exchanged(layer, made):
+    """A layer or model of a copy, with group normalization in the place of what is trained.
 
     Args:
-        model: a functional or Sequential model.
-        exchanged: the layers, by their ids.
-        made: what took the place of layers and nested models, by their ids.
+        made: what took the place of layers and models, by their ids.
     """
-
-    def replacement(layer):
-        if id(layer) not in made:
-            if id(layer) in exchanged:
-                made[id(layer)] = _group_normalization(layer)
-            elif _is_graph(layer) and any(id(p) in exchanged for p in layers_of(layer)):
-                made[id(layer)] = _exchange(layer, exchanged, made)
-            else:
-                made[id(layer)] = layer
-        return made[id(layer)]
-
-    options = {} if isinstance(model, keras.Sequential) else {"call_function": _call}
-    return keras.models.clone_model(model, clone_function=replacement, **options)
+    if id(layer) in made or not isinstance(layer, keras.layers.Layer):  # such as an operation
+        return made.get(id(layer), layer)
+    renewed = layer
+    if isinstance(layer, keras.layers.BatchNormalization):
+        renewed = _group_normalization(layer) if layer.trainable else layer
+    elif trained_normalizations(layer):
+        if _is_graph(layer):  # the graph once more, on the same layers but for the exchanged
+            options = {} if isinstance(layer, keras.Sequential) else {"call_function": _call}
+            renewed = keras.models.clone_model(
+                layer, clone_function=lambda part: _exchanged(part, made), **options
+            )
+        else:  # whose code calls what its attributes hold
+            for part in children(layer):
+                other = _exchanged(part, made)
+                if other is not part:
+                    exchange_part(layer, part, other)
+    made[id(layer)] = renewed
+    return renewed
 
 
 def _call(layer, *args, **kwargs):
@@ -177,7 +183,16 @@ def _group_normalization(layer):
     taken += tuple(f"{w}_{s}" for w in ("gamma", "beta") for s in ("initializer", "regularizer"))
     taken += ("gamma_constraint", "beta_constraint")
     config = {name: config[name] for name in taken if name in config}
-    return keras.layers.GroupNormalization.from_config(config | {"groups": _groups(layer)})
+    group = keras.layers.GroupNormalization.from_config(config | {"groups": _groups(layer)})
+    if layer.built:
+        shape = [None] * layer.input_spec.ndim
+        for axis, size in layer.input_spec.axes.items():
+            shape[axis] = size
+        group.build(shape)
+        for name in ("gamma", "beta"):
+            if getattr(layer, name) is not None:
+                getattr(group, name).assign(getattr(layer, name))
+    return group
 
 
 def _groups(layer):

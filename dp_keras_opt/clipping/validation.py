@@ -62,22 +62,14 @@ def validate(model: keras.Model) -> None:
 
 
 def _normalizations(model: keras.Model) -> Iterator[Problem]:
-    by_owner = {}
-    for layer, owner in dict.fromkeys(trained_normalizations(model)):
-        by_owner.setdefault(owner, []).append(layer.name)
-    for owner, layers in by_owner.items():
-        if owner is None:
-            fix = (
-                "Replace it with GroupNormalization (dp_keras_opt.clipping.fix(model) does that), "
-                "or freeze it with layer.trainable = False."
-            )
-        else:
-            fix = (
-                "Freeze it with layer.trainable = False, if its statistics are pre-trained; or "
-                f"replace it with GroupNormalization in the code of {type(owner).__name__}, in "
-                f"which '{owner.name}' calls it."
-            )
+    layers = [layer.name for layer in trained_normalizations(model)]
+    if layers:
         what = f"BatchNormalization {names(layers)} in training mode"
+        fix = (
+            "Replace it with GroupNormalization: dp_keras_opt.clipping.fix(model) does that in a "
+            "copy. Or freeze it, if its statistics are pre-trained: fix(model, 'frozen'), or "
+            "layer.trainable = False."
+        )
         yield Problem(tuple(layers), MIXING.format(what=what), fix)
 
 

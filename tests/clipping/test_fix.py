@@ -77,12 +77,130 @@ def test_fix_exchanges_batch_normalization_and_keeps_the_rest(make):
     assert _trains(fixed, (4, 6))
 
 
-def test_fix_of_a_subclassed_model_says_what_to_do():
-    class Own(keras.Model):
-        pass
+@keras.saving.register_keras_serializable(package="test_fix")
+class Residual(layers.Layer):
+    """Blocks in a list, a stack and a dict, which its code calls."""
 
-    with pytest.raises(ValueError, match="replace BatchNormalization"):
-        dp.clipping.fix(Own())
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.dense = [layers.Dense(units) for _ in range(2)]
+        self.norms = [layers.BatchNormalization(name=f"norm_{i}") for i in range(2)]
+        inner = layers.BatchNormalization(name="inner_norm")
+        self.stack = keras.Sequential([layers.Dense(units), inner])
+        self.by_name = {"last": layers.BatchNormalization(center=False, name="last_norm")}
+
+    def build(self, shape):
+        for layer in (*self.dense, *self.norms, self.stack, self.by_name["last"]):
+            layer.build(shape)
+
+    def call(self, inputs, training=None):
+        hidden = inputs
+        for dense, norm in zip(self.dense, self.norms, strict=True):
+            hidden = hidden + norm(dense(hidden), training=training)
+        return self.by_name["last"](self.stack(hidden, training=training), training=training)
+
+    def get_config(self):
+        return super().get_config() | {"units": self.units}
+
+
+@keras.saving.register_keras_serializable(package="test_fix")
+class Own(keras.Model):
+    """A subclassed model, with a layer of its own and one that is a graph."""
+
+    def __init__(self, units=6, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.residual = Residual(units)
+        self.norm = self.same = layers.BatchNormalization(name="own_norm")
+        self.branch = _branch("branch")
+        self.head = layers.Dense(1)
+
+    def call(self, inputs, training=None):
+        hidden = self.branch(self.residual(inputs, training=training), training=training)
+        hidden = self.norm(hidden, training=training) + self.same(hidden, training=training)
+        return self.head(keras.ops.mean(hidden, axis=1))
+
+    def get_config(self):
+        return {"units": self.units, "name": self.name}
+
+
+def _own():
+    model = Own()
+    model(np.zeros((2, 4, 6), "float32"))
+    return model
+
+
+def _around_a_layer():
+    inputs = keras.Input((4, 6))
+    hidden = layers.BatchNormalization(name="outer")(Residual(6, name="residual")(inputs))
+    return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(hidden)))
+
+
+@pytest.mark.parametrize("make, number", [(_own, 6), (_around_a_layer, 5)])
+def test_what_code_calls_is_exchanged_too(make, number, tmp_path):
+    model = _pretend_trained(make())
+    dense = [_values(each) for each in model._flatten_layers() if type(each) is layers.Dense]
+    norms = [each for each in model._flatten_layers() if type(each) is layers.BatchNormalization]
+    before = model.get_weights()
+    with pytest.warns(UserWarning, match="drops the moving mean"):
+        fixed = dp.clipping.fix(model)
+    _assert_same(model.get_weights(), before)
+    assert layers.BatchNormalization not in _kinds(fixed)
+    groups = [each for each in fixed._flatten_layers() if type(each) is layers.GroupNormalization]
+    assert len(groups) == len(norms) == number
+    by_name = {group.name: group for group in groups}
+    for norm in norms:  # scale and shift
+        group = by_name[norm.name]
+        np.testing.assert_array_equal(group.gamma, norm.gamma)
+        assert (group.beta is None) == (norm.beta is None)
+    same = [_values(each) for each in fixed._flatten_layers() if type(each) is layers.Dense]
+    for one, other in zip(dense, same, strict=True):
+        _assert_same(one, other)
+    x = np.random.default_rng(3).normal(size=(ROWS, 4, 6)).astype("float32")
+    alone = [np.asarray(fixed(x[row : row + 1], training=True))[0] for row in range(3)]
+    np.testing.assert_allclose(fixed(x, training=True)[:3], alone, rtol=1e-4, atol=1e-5)
+    y = np.zeros((ROWS, 1), "float32")
+    private = _compile(dp.make_private(fixed))
+    private.fit(dp.data.poisson_batches((x, y), batch_size=4, steps_per_epoch=2), verbose=0)
+    assert private.ledger.steps == 2
+    if make is _around_a_layer:  # what is exchanged within a class's own attributes has no config
+        return
+    private.save_weights(tmp_path / "w.weights.h5")
+    again = dp.make_private(dp.clipping.fix(make()))
+    again(x)
+    again.load_weights(tmp_path / "w.weights.h5")
+    np.testing.assert_allclose(again.predict(x, verbose=0), private.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize("make", [_own, _around_a_layer, _functional_with_norm])
+def test_frozen_the_running_statistics_are_kept(make):
+    model = _pretend_trained(make())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fixed = dp.clipping.fix(model, "frozen")
+    assert _kinds(fixed) == _kinds(model)
+    _assert_same(fixed.get_weights(), model.get_weights())
+    x = np.random.default_rng(3).normal(size=(ROWS, 4, 6)).astype("float32")
+    np.testing.assert_allclose(fixed(x, training=True), model(x, training=False), rtol=1e-5)
+    private = _compile(dp.make_private(fixed))
+    batches = dp.data.poisson_batches((x, np.zeros((ROWS, 1))), batch_size=4, steps_per_epoch=1)
+    private.fit(batches, verbose=0)
+    norms = [each for each in model._flatten_layers() if type(each) is layers.BatchNormalization]
+    assert norms[0].trainable  # the original stays as it is
+
+
+def test_a_model_that_is_not_made_again_is_refused_with_what_to_do():
+    class Needs(keras.Model):
+        def __init__(self, units):
+            super().__init__()
+            self.dense = layers.Dense(units)
+            self.norm = layers.BatchNormalization()
+
+    with pytest.raises(ValueError, match="cannot copy the model: Needs.*replace BatchNorm.*freeze"):
+        dp.clipping.fix(Needs(3))
+    with pytest.raises(ValueError, match="must be 'group' or 'frozen'; received 'layer'"):
+        dp.clipping.fix(_functional_with_norm(), "layer")
 
 
 def _pretend_trained(model):
@@ -200,55 +318,18 @@ def test_frozen_parts_that_the_configuration_does_not_know_stay_frozen():
     dp.clipping.validate(fixed)
 
 
-@keras.saving.register_keras_serializable(package="test_fix")
-class Block(layers.Layer):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.norm = layers.BatchNormalization(name="inner_norm")
-
-    def build(self, shape):
-        self.norm.build(shape)
-
-    def call(self, inputs, training=None):
-        return ops.relu(self.norm(inputs, training=training))
-
-
 def _refusals(model):
     with pytest.raises(ValueError, match="cannot be trained privately") as refused:
         dp.clipping.validate(model)
     return str(refused.value).split("\n- ")[1:]
 
 
-def test_what_fix_cannot_exchange_is_not_said_to_be_fixed_by_it():
-    inputs = keras.Input((4, 6))
-    hidden = layers.BatchNormalization(name="outer_norm")(Block(name="block")(inputs))
-    model = keras.Model(inputs, hidden)
-    inner, outer = sorted(_refusals(model))
-    assert "'inner_norm'" in inner and "in the code of Block" in inner and "'block'" in inner
-    assert "clipping.fix" not in inner and "trainable = False" in inner
-    assert "'outer_norm'" in outer and "clipping.fix(model) does that" in outer
-    with pytest.warns(UserWarning, match="cannot exchange BatchNormalization 'inner_norm'.*Block"):
-        fixed = dp.clipping.fix(model)
-    (refusal,) = _refusals(fixed)
-    assert "'inner_norm'" in refusal and "clipping.fix" not in refusal
-    fixed.get_layer("block").norm.trainable = False
-    dp.clipping.validate(fixed)
-
-
-@pytest.mark.parametrize("wrap", [False, True])
-def test_in_a_subclassed_model_fix_is_not_recommended(wrap):
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.norm = layers.BatchNormalization()
-            self.branch = _branch("branch")
-
-        def call(self, inputs, training=None):
-            return self.branch(self.norm(inputs, training=training), training=training)
-
-    model = dp.make_private(Own()) if wrap else Own()
-    (refusal,) = _refusals(model)
-    assert "in the code of Own" in refusal and "clipping.fix" not in refusal
+@pytest.mark.parametrize("make", [_own, _around_a_layer, _functional_with_norm])
+@pytest.mark.parametrize("batch_norm", ["group", "frozen"])
+def test_what_the_refusal_says_is_true(make, batch_norm):
+    (refusal,) = _refusals(dp.make_private(make()))
+    assert "dp_keras_opt.clipping.fix(model)" in refusal and "fix(model, 'frozen')" in refusal
+    dp.clipping.validate(dp.clipping.fix(make(), batch_norm))
 
 
 def test_many_layers_make_one_refusal():
