@@ -21,6 +21,32 @@ class Distribution(NamedTuple):
     secure: Callable[..., Any]
 
 
+#: So many numbers are drawn at once for several variables, at most.
+_TOGETHER = 2**18
+
+
+def drawn(source, distribution, shapes):
+    """Independent draws of these static shapes; those of small ones are cut from one draw.
+
+    A model of many variables would else have as many copies of a draw in its graph.
+    """
+    found, small = [], []
+
+    def cut():
+        sizes = [math.prod(shape) for shape in small]
+        draws = tf.split(source.draw(distribution, (sum(sizes),)), sizes)
+        found.extend(map(tf.reshape, draws, small))
+        small.clear()
+
+    for shape in map(tuple, shapes):
+        if small and sum(map(math.prod, small)) + math.prod(shape) > _TOGETHER:
+            cut()
+        small.append(shape)
+    if small:
+        cut()
+    return found
+
+
 def sum_of_two(source, shape, radius):
     """Σ r·cos v of two radii and angles, where cancelling leaves neither a 0 nor a grid.
 

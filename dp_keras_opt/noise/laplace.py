@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt.noise import bits
-from dp_keras_opt.noise.distribution import Distribution, sum_of_two
+from dp_keras_opt.noise.distribution import Distribution, drawn, sum_of_two
 from dp_keras_opt.noise.mechanism import Mechanism
 from dp_keras_opt.noise.source import NoiseSource
 
@@ -41,7 +41,7 @@ class Laplace(Mechanism):
     def unit_noise(
         self, shapes: Sequence[Any], source: NoiseSource, stream: Any = 0
     ) -> list[tf.Tensor]:
-        return [source.draw(LAPLACE, shape) for shape in shapes]
+        return drawn(source, LAPLACE, shapes)
 
     def std(self, step: int | tf.Tensor) -> float | tf.Tensor:
         return math.sqrt(2.0)

@@ -171,37 +171,35 @@ def sums_in_chunks(model, state, parts, queries, engines):
     # A batch of several lengths is compiled chunk by chunk: the numbers of its rows vary.
     compiled = bool(others and model.jit_compile and not model.run_eagerly)
 
-    def chunked(batch, limit):
-        """(function of the index of a chunk that gives its sums, number of chunks)."""
-        is_static = compiled or batch.num_rows is not None or (not others and limit == state.block)
-        if limit == 1 or (is_static and limit):
-            size = limit
-        else:  # of one row that is found at run time, TensorFlow's vectorised loops make a mistake
-            size = tf.maximum(_even_size(batch, limit), 2 if engines.general else 1)
-        chunks, count = chunks_of(batch, size)
+    def sums_of(*chunk):
+        return _sums_of_chunk(model, state, clipping.Batch(*chunk), queries, engines)
 
-        def sums_of(*chunk):
-            return _sums_of_chunk(model, state, type(batch)(*chunk), queries, engines)
-
-        if not model.run_eagerly:  # called at two places, traced once
-            sums_of = tf.function(sums_of, autograph=False, jit_compile=compiled or None)
-            sums_of = sums_of.get_concrete_function(*chunks(0))
-        return lambda index: sums_of(*chunks(index)), count
-
-    def added(sums, begin, sums_at, count):
-        """The sums and those of the chunks from `begin` on."""
-
-        def add_next(index, sums):
-            return index + 1, tf.nest.map_structure(tf.add, sums, sums_at(index))
-
-        return tf.while_loop(lambda index, _: index < count, add_next, (begin, sums))[1]
-
-    sums_at, count = chunked(first, limit)
-    sums = sums_at(0)
+    # From zeros: a first chunk in front of the loop would stand in the graph a second time.
+    sums = [_zeros(query, model.trainable_variables) for query in queries]
     once = [tf.convert_to_tensor(variable) for variable in engines.moving]
-    sums = added(sums, 1, sums_at, count)
-    for batch, limit in others:
-        sums = added(sums, 0, *chunked(batch, limit))
+    for batch, most in ((first, limit), *others):
+        is_static = compiled or batch.num_rows is not None or (not others and most == state.block)
+        if most == 1 or (is_static and most):
+            size = most
+        else:  # of one row that is found at run time, TensorFlow's vectorised loops make a mistake
+            size = tf.maximum(_even_size(batch, most), 2 if engines.general else 1)
+        chunk, count = chunks_of(batch, size)
+        traced = sums_of
+        if not model.run_eagerly:  # once for each length
+            traced = tf.function(sums_of, autograph=False, jit_compile=compiled or None)
+            traced = traced.get_concrete_function(*chunk(0))
+
+        def add(index, sums, once, traced=traced, chunk=chunk, is_first=batch is first):
+            sums = tf.nest.map_structure(tf.add, sums, traced(*chunk(index)))
+            if is_first:
+                moved = [tf.convert_to_tensor(variable) for variable in engines.moving]
+                once = [tf.where(index == 0, *pair) for pair in zip(moved, once, strict=True)]
+            return index + 1, sums, once
+
+        def is_left(index, *_, count=count):
+            return index < count
+
+        _, sums, once = tf.while_loop(is_left, add, (0, sums, once))
     for variable, value in zip(engines.moving, once, strict=True):
         variable.assign(value)  # it is saved, and would tell how many rows the batches had
     return sums
@@ -221,6 +219,12 @@ def _limits(state, parts, engines):
             limit = max(1, limit // batch.rows_per_user) * batch.rows_per_user
         found.append(limit)
     return found
+
+
+def _zeros(query, variables):
+    """The sum of a query over nobody."""
+    zeros = [tf.zeros(variable.shape) for variable in variables]
+    return zeros if query.directions is None else [zeros for _ in query.directions]
 
 
 def _row_size(batch):
