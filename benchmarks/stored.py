@@ -3,7 +3,6 @@
 Packages that only one kind needs are imported where it is used.
 """
 
-import functools
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -273,11 +272,11 @@ def open_h5py(folder, *shapes):
     return Opened((x, y), None, lambda size: rows_of(x, y, size, False), "PyDataset of slices")
 
 
-def write_zarr(rows, folder, x, y):
+def write_zarr(folder, x, y):
     import zarr
 
     for name, values in {"x": x, "y": y}.items():
-        chunks = (rows if name == "x" else len(y), *values.shape[1:])
+        chunks = (16 if name == "x" else len(y), *values.shape[1:])
         place = os.fspath(folder / name)
         array = zarr.open(
             place, mode="w", shape=values.shape, chunks=chunks, dtype=values.dtype.str
@@ -345,10 +344,7 @@ KINDS = {
     "feather": Kind("Feather", ("pyarrow",), write_feather, open_feather),
     "h5py": Kind("h5py, in one piece", ("h5py",), write_h5py, open_h5py),
     "h5py_chunks": Kind("h5py, gzip, chunks of 16", ("h5py",), write_h5py_chunks, open_h5py),
-    "zarr": Kind("zarr, chunks of 1", ("zarr",), functools.partial(write_zarr, 1), open_zarr),
-    "zarr_chunks": Kind(
-        "zarr, chunks of 16", ("zarr",), functools.partial(write_zarr, 16), open_zarr
-    ),
+    "zarr": Kind("zarr, chunks of 16", ("zarr",), write_zarr, open_zarr),
     "jpeg": Kind("folder of JPEGs, 96 px", (), write_jpegs, open_jpegs),
 }  # fmt: skip
 
