@@ -95,8 +95,7 @@ class FromSource:
             raise ValueError(f"`data` is empty. Received: {type(source).__name__} of no examples.")
         self.unreadable: dict[int, str] = {}
         self.error: Exception | None = None
-        decode = getattr(source, "decode", None)
-        self._changes = [mapping.of(each) for each in (decode, function) if each is not None]
+        self._changes = mapping.in_turn(getattr(source, "decode", None), function)
         safe = getattr(source, "is_thread_safe", False)
         self._turn = contextlib.nullcontext() if safe else threading.Lock()
         self._form = self._form_of_examples()
@@ -143,7 +142,8 @@ class FromSource:
                 made = np.concatenate([places[is_real], padding])
                 back[is_real], back[~is_real] = np.arange(is_real.sum()), is_real.sum() + which
             leaves, readable = self._made(made)
-            return [*(leaf[back] for leaf in leaves), (is_real & readable[back]).astype("float32")]
+            mask = (is_real & readable[back]).astype("float32")
+            return [*(held.taken(leaf, back) for leaf in leaves), mask]
         except Exception as error:
             self.error = error
             raise

@@ -16,13 +16,25 @@ from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data.sources import stacking
 
 
-def of(function):
-    """What maps columns: of a function that TensorFlow traces, or of a `PythonFunction`."""
-    if isinstance(function, PythonFunction):
-        return function.map_rows
-    if not callable(function):
-        raise TypeError(f"map must be a function of one example; received {function!r}.")
-    return Traced(function)
+def in_turn(*functions):
+    """What maps columns, a list, of functions of which each takes what the one before it gives.
+
+    Those that TensorFlow traces run as one of them, so that no column is made between them.
+
+    Args:
+        functions: that TensorFlow traces, or `PythonFunction`; None for none.
+    """
+    changes: list[Any] = []
+    for function in functions:
+        if isinstance(function, PythonFunction):
+            changes.append(function.map_rows)
+        elif function is not None and not callable(function):
+            raise TypeError(f"map must be a function of one example; received {function!r}.")
+        elif function is not None and changes and isinstance(changes[-1], Traced):
+            changes[-1] = changes[-1].then(function)
+        elif function is not None:
+            changes.append(Traced(function))
+    return changes
 
 
 class PythonFunction:
@@ -52,6 +64,7 @@ class PythonFunction:
 
     def map_rows(self, rows: Any) -> Any:
         """Columns of the new examples, from those of the old."""
+        rows = tf.nest.map_structure(_writeable, rows)  # the function may change what it is given
         if not self.processes:
             return _each_row(self.function, rows)
         count = len(tf.nest.flatten(rows)[0])
@@ -85,6 +98,15 @@ class Traced:
         self._function = function
         self._compiled: dict[Any, list[Any]] = {}
         self._lock = threading.Lock()
+
+    def then(self, function):
+        """This function, and another of what it gives."""
+        first = self._function
+
+        def both(*example):
+            return call(function, first(*example))
+
+        return Traced(both)
 
     def __call__(self, rows):
         flat = [_tensor(array) for array in tf.nest.flatten(rows)]
@@ -141,6 +163,10 @@ def _each_row(function, rows):
     return stacking.stacked([call(function, stacking.row(rows, index)) for index in range(count)])
 
 
+def _writeable(array):
+    return array if array.flags.writeable else array.copy()
+
+
 def _tensor(array):
     """A column as a tensor; ragged where its examples have several lengths."""
     if not stacking.is_ragged(array):
@@ -179,6 +205,7 @@ def _of_new(tensor):
 
 
 def _array(tensor):
+    """A tensor as a column, which shares its memory: nobody may write there."""
     if isinstance(tensor, tf.RaggedTensor):
         return stacking.column([row.numpy() for row in tensor])
-    return tensor.numpy()
+    return np.asarray(tensor)

@@ -56,7 +56,9 @@ def test_the_mean_over_the_views_is_clipped(engine, physical_batch_size, of_user
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
         norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
         assert norm > CLIP  # it binds
-        expected = [e + g.numpy() * CLIP / norm / B for e, g in zip(expected, gradients, strict=True)]
+        expected = [
+            e + g.numpy() * CLIP / norm / B for e, g in zip(expected, gradients, strict=True)
+        ]
     optimizer = dp.optimizers.DPSGD(1.0, clip_norm=CLIP, noise_multiplier=1e-9, batch_size=B)
     model.compile(optimizer, "mse")
     again = tf.data.Dataset.from_tensors(batch)
