@@ -14,7 +14,7 @@ import tensorflow as tf
 from workloads import WORKLOADS
 
 import dp_keras_opt as dp
-from workers.keras_common import fit_steps, inputs_and_outputs
+from workers.keras_common import inputs_and_outputs
 from workers.protocol import telling_line
 
 _MOST_STEPS = 10**6
@@ -27,7 +27,7 @@ def write_large(kind, folder, gigabytes):
 
 
 def speeds(kind, workload, folder, count, batch_size, rounds, steps, cold):
-    """Writes files; milliseconds a batch, a list with one a round, by what was done with it."""
+    """Writes files; (wall clock, processor) milliseconds a batch, one a round, by what was done."""
     spec = WORKLOADS[workload]
     if kind == "jpeg":
         spec = spec._replace(input=stored.PICTURE)
@@ -40,31 +40,33 @@ def speeds(kind, workload, folder, count, batch_size, rounds, steps, cold):
     batches = dp.data.poisson_batches(opened.data, batch_size, _MOST_STEPS, map=opened.map)
     in_memory = dp.data.poisson_batches(arrays, batch_size, _MOST_STEPS)
     runs = {
-        "private": fit_steps(keras, _private(workload, spec, batch_size), batches),
-        "memory": fit_steps(keras, _private(workload, spec, batch_size), in_memory),
+        "private": _fit(_private(workload, spec, batch_size), batches),
+        "memory": _fit(_private(workload, spec, batch_size), in_memory),
         "alone": lambda steps: _draw(batches, steps),
     }
     if opened.plain is not None:
-        plain = opened.plain(batch_size)
-        runs["plain"] = fit_steps(keras, _plain(workload, spec), plain)
+        runs["plain"] = _fit(_plain(workload, spec), opened.plain(batch_size))
     times = {name: [] for name in runs}
     for number in range(rounds + 1):  # the first of which traces, and fills the page cache
         for name, run in runs.items():
             if cold and name != "memory":
                 drop_caches()
-            milliseconds = run(steps if number else min(steps, 3))
+            took = run(steps if number else min(steps, 3))
             if number:
-                times[name].append(milliseconds)
-    return {"milliseconds": times, "how": opened.how, "parameters": _parameters(workload, spec)}
+                times[name].append(took)
+    return {"milliseconds": times, "how": opened.how}
 
 
-def memory(kind, folder, count, batch_size, steps, warm_up):
+def memory(kind, folder, count, batch_size, steps, warm_up, cold):
     """What training from a large file takes: memory, time and ε.
 
     Args:
         count: of examples.
         steps, warm_up: of the training; those of the latter are made before memory is looked at.
+        cold: whether the page cache is emptied first.
     """
+    if cold:
+        drop_caches()
     before = anonymous_megabytes()
     shapes = ((stored.WIDTH,), ())
     opened = _open_large(kind, pathlib.Path(folder), shapes)
@@ -160,19 +162,45 @@ def _plain(workload, spec):
     return model
 
 
-def _parameters(workload, spec):
-    return keras.Model(*inputs_and_outputs(keras, workload, spec)).count_params()
+def _fit(model, data):
+    """The function that fits a model for some steps; (wall clock, processor) milliseconds of one.
+
+    As `keras_common.fit_steps`: from the end of the first batch to that of the last.
+    """
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.ends = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            float(logs["loss"])
+            self.ends.append(_now())
+
+    def run(steps):
+        clock = Clock()
+        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[clock])
+        return _apart(clock.ends[0], clock.ends[-1], steps)
+
+    return run
 
 
 def _draw(batches, steps):
-    """Milliseconds to have a batch ready, if nobody uses it."""
+    """As what `_fit` gives, to have a batch ready if nobody uses it."""
     iterator = iter(batches.dataset)
     for _ in range(3):  # what is prefetched meanwhile counts neither here nor at the end
         next(iterator)
-    start = time.perf_counter()
+    start = _now()
     for _ in range(steps):
         next(iterator)
-    return 1e3 * (time.perf_counter() - start) / steps
+    return _apart(start, _now(), steps)
+
+
+def _now():
+    return time.perf_counter(), time.process_time()
+
+
+def _apart(start, end, steps):
+    return [1e3 * (b - a) / steps for a, b in zip(start, end, strict=True)]
 
 
 def main():

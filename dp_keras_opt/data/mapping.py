@@ -143,12 +143,19 @@ class Traced:
         places = [inputs.get(id(tensor)) for tensor in traced.outputs]
         if None not in places:  # it only picks
             return (lambda *leaves: [leaves[place] for place in places]), form
-        signature = [_of_new(spec) for spec in outputs]
+        made = [row for row, place in enumerate(places) if place is None]
+        signature = [_of_new(outputs[row]) for row in made]
+
+        def changed(*leaves):
+            row = tf.nest.flatten(traced(*leaves))
+            return [row[place] for place in made]
 
         def many(*leaves):
-            return tf.map_fn(
-                lambda each: tf.nest.flatten(traced(*each)), leaves, fn_output_signature=signature
+            columns = iter(
+                tf.map_fn(lambda each: changed(*each), leaves, fn_output_signature=signature)
             )
+            # What is only passed on need not go through the loop, which takes most of the time.
+            return [next(columns) if place is None else leaves[place] for place in places]
 
         return tf.function(many, input_signature=specs, autograph=False), form
 
