@@ -128,8 +128,7 @@ class FromSource:
         if self.num_examples < 1:
             raise ValueError(f"`data` is empty. Received: {type(source).__name__} of no examples.")
         self.unreadable: dict[int, str] = {}
-        decode = getattr(source, "decode", None)
-        self._changes = [mapping.of(each) for each in (decode, function) if each is not None]
+        self._changes = mapping.in_turn(getattr(source, "decode", None), function)
         safe = getattr(source, "is_thread_safe", False)
         self._turn = contextlib.nullcontext() if safe else _turn_of(source)
         self._form = self._form_of_examples()
@@ -241,14 +240,17 @@ class FromSource:
                 made = np.concatenate([places[is_real], padding])
                 back[is_real], back[~is_real] = np.arange(is_real.sum()), is_real.sum() + which
             leaves, readable = self._made(made)
-            leaves = [leaf[back] for leaf in leaves]
             mask = (is_real & readable[back]).astype("float32")
             if self.buckets is not None:
+                leaves = [leaf[back] for leaf in leaves]
                 parts = buckets.split(self.buckets, leaves, mask, rows_per_unit, places)
                 return [array for part in parts for array in part]
             if self._padding is not None:
-                leaves = buckets.padded(self._padding, leaves, mask, places)
-            return [*leaves, mask]
+                leaves = buckets.padded(
+                    self._padding, [leaf[back] for leaf in leaves], mask, places
+                )
+                return [*leaves, mask]
+            return [*(held.taken(leaf, back) for leaf in leaves), mask]
 
     def _check(self):
         """Raises where the source is no longer what it was."""

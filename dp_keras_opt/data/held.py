@@ -52,6 +52,14 @@ def tensor(array, dtype=None):
     return held.tensor()
 
 
+def taken(array, indices):
+    """Rows of an array as an array of their own, where TensorFlow can use them as they are."""
+    if array.dtype.kind not in "biufc":
+        return array[indices]
+    rows = _empty((len(indices), *array.shape[1:]), array.dtype)
+    return np.take(array, indices, axis=0, out=rows, mode="clip")  # "raise" would copy them again
+
+
 def dtype_of(array):
     """What an array is held as: as Keras does, floating-point numbers as its `floatx`."""
     dtype = _numpy_dtype(array)

@@ -17,13 +17,25 @@ from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.noise.entropy import process
 
 
-def of(function):
-    """What maps columns: of a function that TensorFlow traces, or of a `PythonFunction`."""
-    if isinstance(function, PythonFunction):
-        return function._map_rows
-    if not callable(function):
-        raise TypeError(f"map must be a function of one example; received {function!r}.")
-    return Traced(function)
+def in_turn(*functions):
+    """What maps columns, a list, of functions of which each takes what the one before it gives.
+
+    Those that TensorFlow traces run as one of them, so that no column is made between them.
+
+    Args:
+        functions: that TensorFlow traces, or `PythonFunction`; None for none.
+    """
+    changes: list[Any] = []
+    for function in functions:
+        if isinstance(function, PythonFunction):
+            changes.append(function._map_rows)
+        elif function is not None and not callable(function):
+            raise TypeError(f"map must be a function of one example; received {function!r}.")
+        elif function is not None and changes and isinstance(changes[-1], Traced):
+            changes[-1] = changes[-1].then(function)
+        elif function is not None:
+            changes.append(Traced(function))
+    return changes
 
 
 class PythonFunction:
@@ -60,6 +72,7 @@ class PythonFunction:
 
     def _map_rows(self, rows: Any) -> Any:
         """Columns of the new examples, from those of the old."""
+        rows = tf.nest.map_structure(_writeable, rows)  # the function may change what it is given
         if not self.processes:
             return _each_row(self.function, rows)
         count = len(tf.nest.flatten(rows)[0])
@@ -110,6 +123,15 @@ class Traced:
         self._compiled: dict[Any, list[Any]] = {}
         self._lock = threading.Lock()
 
+    def then(self, function):
+        """This function, and another of what it gives."""
+        first = self._function
+
+        def both(*example):
+            return call(function, first(*example))
+
+        return Traced(both)
+
     def __call__(self, rows):
         flat = [_tensor(array) for array in tf.nest.flatten(rows)]
         with tf.device("CPU:0"):
@@ -145,12 +167,19 @@ class Traced:
         places = [inputs.get(id(tensor)) for tensor in traced.outputs]
         if None not in places:  # it only picks
             return (lambda *leaves: [leaves[place] for place in places]), form
-        signature = [_of_new(spec) for spec in outputs]
+        made = [row for row, place in enumerate(places) if place is None]
+        signature = [_of_new(outputs[row]) for row in made]
+
+        def changed(*leaves):
+            row = tf.nest.flatten(traced(*leaves))
+            return [row[place] for place in made]
 
         def many(*leaves):
-            return tf.map_fn(
-                lambda each: tf.nest.flatten(traced(*each)), leaves, fn_output_signature=signature
+            columns = iter(
+                tf.map_fn(lambda each: changed(*each), leaves, fn_output_signature=signature)
             )
+            # What is only passed on need not go through the loop, which takes most of the time.
+            return [next(columns) if place is None else leaves[place] for place in places]
 
         compiled = tf.function(many, input_signature=specs, autograph=False)
         return compiled.get_concrete_function(), form
@@ -179,6 +208,10 @@ def _rank(value):
 def _each_row(function, rows):
     count = len(tf.nest.flatten(rows)[0])
     return stacking.stacked([call(function, stacking.row(rows, index)) for index in range(count)])
+
+
+def _writeable(array):
+    return array if array.flags.writeable else array.copy()
 
 
 def _tensor(array):
@@ -219,6 +252,7 @@ def _of_new(tensor):
 
 
 def _array(tensor):
+    """A tensor as a column, which shares its memory: nobody may write there."""
     if isinstance(tensor, tf.RaggedTensor):
         return stacking.column([row.numpy() for row in tensor])
-    return tensor.numpy()
+    return np.asarray(tensor)

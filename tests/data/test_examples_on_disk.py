@@ -445,6 +445,31 @@ def test_only_rows_that_are_drawn_are_read_each_once_in_one_call_a_batch():
         asked.remove(drawn - {of_padding})
 
 
+@pytest.mark.parametrize("how", ["as it is", "big endian", "block of the user", "written to"])
+def test_arrays_of_h5py_in_one_piece_are_mapped_where_that_gives_the_same(how, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    path, block = tmp_path / "data.h5", 512 if how == "block of the user" else 0
+    columns = {"x": X.astype(">f4") if how == "big endian" else X, "y": Y.astype("int16")}
+    columns |= {
+        "half": X.astype("float16"),
+        "is": Y > 2,
+        "pair": X + 1j,
+        "text": ["a" * i for i in range(N)],
+    }
+    with h5py.File(path, "w", userblock_size=block) as file:
+        for name, values in columns.items():
+            file[name] = values
+        file.create_dataset("none", X.shape, "f4")  # was never written, and is all zeros
+    file = h5py.File(path, "r+" if how == "written to" else "r")
+    opened = {name: dp.data.sources.columns.OnDisk(file[name]) for name in file}
+    is_mapped = {name for name, each in opened.items() if each._mapped is not None}
+    assert is_mapped == (set() if block or how == "written to" else {"x", "y", "half"})
+    some = np.array([0, 3, N - 1])
+    for name, each in opened.items():
+        np.testing.assert_array_equal(each[some], file[name][some])
+        assert each[some].dtype == file[name][some].dtype
+
+
 # Functions of an example.
 
 
@@ -484,6 +509,41 @@ def test_each_draw_is_changed_anew_and_alone(function):
         assert (each[:, 0] == each[:, 1]).all()
         assert len(set(each[:, 0])) == 2 * N  # no two rows alike
     assert not set(shifts[0][:, 0]) & set(shifts[1][:, 0])
+
+
+def _halved(x, y):
+    x /= 2  # what it is given is its own
+    return x, y
+
+
+def test_a_function_of_python_may_write_where_tensorflow_has_been(tmp_path):
+    folder, _ = _pictures(tmp_path)
+    halved = dp.data.PythonFunction(_halved)
+    batches = _drawn(SAMPLERS["poisson"], folder, map=halved)
+    traced = _drawn(SAMPLERS["poisson"], folder, map=lambda x, y: (x / 2, y))
+    _assert_equal(batches, traced)
+
+
+def test_pictures_are_decoded_and_changed_each_alone(tmp_path):
+    folder, pictures = _pictures(tmp_path)
+    batches = dp.data.poisson_batches(
+        folder, 8, 1, views=2, map=lambda x, y: (x + tf.random.uniform((4, 4, 3)) / 2, y)
+    )
+    x, _, rows = next(iter(batches))
+    x = x.numpy()[np.asarray(rows.mask).ravel() > 0]
+    np.testing.assert_array_equal({each.tobytes() for each in np.floor(x)}, pictures)
+    assert len({(each % 1).tobytes() for each in x}) == len(x) == 16
+
+
+def _pictures(folder):
+    """A source of 8 pictures of whole numbers, and their bytes as float32."""
+    found = set()
+    for i in range(8):
+        (folder / "ab"[i % 2]).mkdir(exist_ok=True)
+        picture = np.random.default_rng(i).integers(0, 250, (4, 4, 3), dtype="uint8")
+        keras.utils.save_img(folder / "ab"[i % 2] / f"{i}.png", picture, scale=False)
+        found.add(picture.astype("float32").tobytes())
+    return dp.data.image_folder(folder, image_size=(4, 4)), found
 
 
 def test_a_function_may_change_the_shape():
@@ -665,6 +725,10 @@ def test_what_is_written_is_of_one_form(tmp_path):
     with pytest.raises(ValueError, match="no examples to write"):
         dp.data.write([], path)
     assert os.listdir(tmp_path) == []
+    turned = [{"a": 1, "b": [2, "x"]}, {"b": [3, "y"], "a": 4}]  # one structure
+    assert dp.data.write(turned, path) == 2
+    found = dp.data.sources.written.Written(path)[np.arange(2)]
+    assert found["a"].tolist() == [1, 4] and found["b"][0].tolist() == [2, 3]
     dp.data.write(((np.arange(i % 3), f"t{i}") for i in range(9)), path)
     assert json.loads((tmp_path / "file.json").read_text())["shapes"] == [[None], []]
     batches = dp.data.poisson_batches(

@@ -22,11 +22,14 @@ class OnDisk:
         self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
         self._files = Unchanged(_files_of(array))
         self._chunks = _chunks_written(array)
+        self._mapped = _mapped(array)
 
     def __len__(self):
         return self.shape[0]
 
     def __getitem__(self, indices):
+        if self._mapped is not None:
+            return self._mapped[indices]
         if hasattr(self._array, "get_orthogonal_selection"):  # zarr
             return np.asarray(self._array.get_orthogonal_selection((indices,)))
         return np.asarray(self._array[indices])
@@ -77,6 +80,25 @@ def _files_of(array):
 
 def _chunks_written(array):
     return getattr(array, "nchunks_initialized", 0)
+
+
+def _mapped(array):
+    """A map of the numbers of a file, where they lie there as NumPy has them; or None.
+
+    NumPy's, or that of a data set of h5py which is in one piece: h5py would pick row by row.
+    """
+    if isinstance(array, np.memmap):
+        return array.view(np.ndarray)  # of which a selection costs less
+    if not hasattr(array, "file") or array.file.mode != "r" or array.file.driver != "sec2":
+        return None  # what others write may not be in the file yet
+    import h5py
+
+    place, kind = array.id.get_offset(), array.id.get_type()
+    as_it_is = array.dtype.kind in "iuf" and kind.equal(h5py.h5t.py_create(array.dtype))
+    if place is None or array.file.userblock_size or not as_it_is:  # None: in chunks, or elsewhere
+        return None
+    whole = np.memmap(array.file.filename, array.dtype, "r", place, tuple(array.shape))
+    return whole.view(np.ndarray)
 
 
 class Columns:

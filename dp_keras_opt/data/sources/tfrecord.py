@@ -46,7 +46,8 @@ class TFRecords:
         self._files = Unchanged(self._paths)
         self._first = np.cumsum([0, *map(len, indices)])
         self._entries = np.concatenate(indices)
-        self._contents = [np.memmap(path, np.uint8, "r") for path in self._paths]
+        # Not as arrays, of which a slice costs more than the checksum of a small record.
+        self._contents = [memoryview(np.memmap(path, np.uint8, "r")) for path in self._paths]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -54,8 +55,9 @@ class TFRecords:
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         files = np.searchsorted(self._first, indices, side="right") - 1
         records = np.empty(len(indices), object)
-        for row, (index, file) in enumerate(zip(indices, files, strict=True)):
-            records[row] = self._read(file, *self._entries[index].tolist())
+        entries = zip(files.tolist(), self._entries[indices].tolist(), strict=True)
+        for row, (file, entry) in enumerate(entries):
+            records[row] = self._read(file, *entry)
         return records
 
     def check(self) -> None:
@@ -64,7 +66,7 @@ class TFRecords:
 
     def _read(self, file, offset, length, checksum):
         start = offset + _HEADER.size
-        record = self._contents[file][start : start + length].tobytes()
+        record = bytes(self._contents[file][start : start + length])
         if _masked(record) != checksum:
             raise ValueError(
                 f"the record at byte {offset} of {self._paths[file]} does not match its checksum"
