@@ -725,7 +725,7 @@ def test_what_is_written_is_of_one_form(tmp_path):
     with pytest.raises(ValueError, match="no examples to write"):
         dp.data.write([], path)
     assert os.listdir(tmp_path) == []
-    turned = [{"a": 1, "b": [2, "x"]}, {"b": [3, "y"], "a": 4}]  # one structure
+    turned = [{"a": 1, "b": (2, "x")}, {"b": (3, "y"), "a": 4}]  # one structure
     assert dp.data.write(turned, path) == 2
     found = dp.data.sources.written.Written(path)[np.arange(2)]
     assert found["a"].tolist() == [1, 4] and found["b"][0].tolist() == [2, 3]
