@@ -299,7 +299,8 @@ class FromSource:
                 f"an array of {len(wanted)} indices gave arrays of the lengths {counts}: a source "
                 "gives a row for each index; see dp_keras_opt.data.Source"
             )
-        rows = stacking.rows(rows, back)
+        if self._changes:  # else they are asked for in order, and each once
+            rows = stacking.rows(rows, back)
         for change in self._changes:
             rows = _changed(change, rows)
         if not isinstance(rows, tuple) or len(rows) not in (2, 3):

@@ -1,10 +1,14 @@
-"""The benchmark's command still runs: Keras and this library, on a tiny batch."""
+"""The benchmarks' commands still run, and the page says what the results beside it say."""
 
 import csv
+import importlib
 import pathlib
 import subprocess
 import sys
 
+import pytest
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "reference" / "benchmarks.md"
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 CONTENDERS = ("keras_plain:plain", "keras_plain:noise", "dp_keras:scale_then_privatize")
 
@@ -27,3 +31,35 @@ def test_compares_this_library_with_keras_in_the_environment_at_hand(tmp_path):
     assert all(float(row["peak_megabytes"]) > 100 for row in rows.values())
     assert "scale-then-privatize" in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert (tmp_path / "table.png").stat().st_size > 0
+
+
+def test_trains_from_files(tmp_path):
+    command = [sys.executable, BENCHMARKS / "data.py", "--quick", "--output", tmp_path]
+    command += ["--workloads", "cnn", "--kinds", "memmap", "jpeg", "--memory", "memmap:0.05"]
+
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert run.returncode == 0, run.stderr
+    mapped, pictures = _rows(tmp_path / "data.csv")
+    for row in (mapped, pictures):
+        assert not row["error"]
+        assert all(float(row[name]) > 0 for name in ("milliseconds", "to_memory", "alone", "plain"))
+    assert (mapped["kind"], pictures["kind"]) == ("memmap", "jpeg")
+    (memory,) = _rows(tmp_path / "data_memory.csv")
+    assert not memory["error"] and memory["steps"] == "50" and float(memory["epsilon"]) > 0
+    assert float(memory["peak_megabytes"]) > 100
+
+
+@pytest.mark.parametrize("name, table", [("data", "of_speeds"), ("data_memory", "of_memories")])
+def test_the_tables_of_data_on_disk_are_those_of_the_results(name, table, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    data = importlib.import_module("data")
+    kind = data.Speed if name == "data" else data.Memory
+    rows = data.read(kind, PAGE.with_suffix("") / f"{name}.csv")
+    expected = "\n".join(getattr(data, table)(rows))
+    assert f"<!-- {name} -->\n\n{expected}\n" in PAGE.read_text(encoding="utf-8")
+
+
+def _rows(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
