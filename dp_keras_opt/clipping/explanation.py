@@ -9,7 +9,7 @@ from typing import NamedTuple
 import keras
 
 from dp_keras_opt import tables
-from dp_keras_opt._keras import layers_of, own_trained, own_weights
+from dp_keras_opt._keras import layers_of, own_weights
 from dp_keras_opt.clipping import per_example
 from dp_keras_opt.clipping.engines import engines_for
 from dp_keras_opt.clipping.layer_rules import why_no_rule
@@ -74,7 +74,7 @@ def explain(model: keras.Model) -> Explanation:
 
 def _trained(model, engines):
     """A row for each layer that owns trained variables, and one for all that runs as a unit."""
-    reasons = {id(layer): _why_general(layer) for layer in engines.general}
+    reasons = {id(layer): why_no_rule(layer) for layer in engines.general}
     reasons |= {id(layer): f"demoted: {reason}" for layer, reason in engines.demoted}
     unseen = {id(v): v for v in model.trainable_variables}
     whole = {}  # id of a layer in a model that runs as a whole -> why
@@ -92,8 +92,9 @@ def _trained(model, engines):
 
 
 def _frozen(model):
+    trained = {id(v) for v in model.trainable_variables}
     for path, layer in _with_paths(model):
-        if _own(layer) and not layer.trainable_variables:
+        if _own(layer) and not any(id(v) in trained for v in _own(layer)):
             yield Served(path, type(layer).__name__, _size(_own(layer)), "frozen")
 
 
@@ -122,12 +123,6 @@ def _own(layer):
 
 def _size(variables):
     return sum(math.prod(v.shape) for v in variables)
-
-
-def _why_general(layer):
-    if isinstance(layer, keras.Model) and not own_trained(layer):
-        return "weights are trained that are inside of frozen layers"
-    return why_no_rule(layer)
 
 
 def _sums(served):

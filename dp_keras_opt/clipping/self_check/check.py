@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import deprecation
-from dp_keras_opt._keras import compiled_metrics, layers_of
+from dp_keras_opt._keras import compiled_metrics, layers_of, trained_in
 from dp_keras_opt.clipping import per_example, state_changes, validation
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import CallFailed
@@ -221,9 +221,9 @@ def _failures(model, compare, engines):
     try:
         wrong = with_tapes(compare, engines)
     except CallFailed as failure:
-        paths = [variable.path for variable in failure.layer.trainable_variables]
+        paths = [variable.path for variable in trained_in(failure.layer)]
         return paths, [failure.layer], str(failure)
     served = (*engines.ruled, *engines.general)
-    layers = [s for s in served if any(v.path in wrong for v in s.trainable_variables)]
+    layers = [s for s in served if any(v.path in wrong for v in trained_in(s))]
     layers = layers or [model] * bool(wrong)
     return wrong, layers, "the sum of their gradients is not that of the batch"
