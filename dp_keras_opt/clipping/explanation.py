@@ -39,7 +39,8 @@ class Served(NamedTuple):
 class Explanation(list[Served]):
     """Which engine serves which layer: a list of `Served`, which reads as a table.
 
-    Below the table are the sums by engine, and the reason for each engine that is not a rule.
+    Below the table are the sums by engine, with the memory that an example takes where it has a
+    copy of the weights, and the reason for each engine that is not a rule.
     """
 
     def __str__(self) -> str:
@@ -49,7 +50,7 @@ class Explanation(list[Served]):
             engines.setdefault(served.engine, []).append(served)
             if served.reason:
                 reasons.setdefault(served.reason, []).append(served.layer)
-        sums = "; ".join(f"{engine}: {_sums(served)}" for engine, served in engines.items())
+        sums = "; ".join(f"{engine}: {_sums(engine, served)}" for engine, served in engines.items())
         why = [f"{names(layers)}: {reason}" for reason, layers in reasons.items()]
         table = tables.aligned(("layer", "class", "weights", "engine"), cells)
         return "\n".join([table, "", sums, *why])
@@ -125,6 +126,9 @@ def _size(variables):
     return sum(math.prod(v.shape) for v in variables)
 
 
-def _sums(served):
-    plural = "s" * (len(served) > 1)
-    return f"{len(served)} layer{plural}, {sum(each.weights for each in served):,} weights"
+def _sums(engine, served):
+    plural, weights = "s" * (len(served) > 1), sum(each.weights for each in served)
+    copies = (
+        "" if engine in ("rule", "frozen") else f" (a copy for each example: {4 * weights:,} B)"
+    )
+    return f"{len(served)} layer{plural}, {weights:,} weights{copies}"

@@ -1456,7 +1456,8 @@ def test_explain(capsys):
     assert len(starts) == 1  # aligned
     assert (empty, reason) == ("", "'lstm': no rule for LSTM")
     assert sums == (
-        "rule: 7 layers, 217 weights; one example at a time: 1 layer, 160 weights; "
+        "rule: 7 layers, 217 weights; one example at a time: 1 layer, 160 weights (a copy for each "
+        "example: 640 B); "
         "frozen: 1 layer, 42 weights"
     )
 
