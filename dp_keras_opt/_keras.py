@@ -183,6 +183,15 @@ def own_trained(layer: keras.layers.Layer) -> list[keras.Variable]:
     return layer._trainable_variables
 
 
+def trained_in(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """The variables of a layer that a model around it trains.
+
+    `layer.trainable_variables` is empty where the layer is frozen, also if a layer in it has been
+    made trainable again. A model asks each variable, past the layers in between.
+    """
+    return [variable for variable in layer.variables if variable.trainable]
+
+
 def own_states(layer: keras.layers.Layer) -> list[keras.Variable]:
     """The variables of a layer that are not trained, and not of layers in it."""
     return layer._non_trainable_variables
@@ -201,6 +210,11 @@ def adds_losses(layer: keras.layers.Layer) -> bool:
 def seed_generators(layer: keras.layers.Layer) -> Sequence[keras.random.SeedGenerator]:
     """The generators of random numbers that are attributes of a layer."""
     return getattr(layer, "_seed_generators", ())
+
+
+def method_of_call(layer: keras.layers.Layer) -> str:
+    """The name of the method that a call of the layer runs."""
+    return "quantized_call" if getattr(layer, "quantization_mode", None) else "call"
 
 
 def is_rematerialized(layer: keras.layers.Layer) -> bool:

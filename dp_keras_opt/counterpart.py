@@ -6,7 +6,7 @@ import keras
 
 from dp_keras_opt import _keras
 from dp_keras_opt._keras import Functional
-from dp_keras_opt.model import DPModel, warn_of_export
+from dp_keras_opt.model import DPFunctional, DPModel, warn_of_export
 
 
 def make_private(model: keras.Model) -> DPModel:
@@ -79,9 +79,34 @@ def _tie(model, private):
 def _counterpart(model):
     if isinstance(model, keras.Sequential) and model.built:
         return DPModel(model.inputs[0], model.outputs[0], name=model.name)
-    if isinstance(model, Functional) and type(model).call is Functional.call:
+    if not isinstance(model, Functional) or type(model).call is not Functional.call:
+        return PrivateWrapper(model, name=model.name)
+    if type(model).get_config is Functional.get_config:
         return DPModel(model.input, model.output, name=model.name)
-    return PrivateWrapper(model, name=model.name)
+    private = PrivateFunctional(model.input, model.output, name=model.name)
+    private._original = lambda: model  # a function, as above
+    return private
+
+
+@keras.saving.register_keras_serializable(package="dp_keras_opt")
+class PrivateFunctional(DPFunctional):
+    """What `make_private` makes of a functional model with a configuration of its own.
+
+    Such is a task of KerasHub. Its file holds the model that it was made of, since a layer that is
+    used in that model and in one inside of it would be loaded as two.
+    """
+
+    @property
+    def model(self) -> keras.Model:
+        """The model that it was made of, whose weights it trains."""
+        return self._original()
+
+    def get_config(self):
+        return {"model": keras.saving.serialize_keras_object(self.model)}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        return make_private(keras.saving.deserialize_keras_object(config["model"], custom_objects))
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from dp_keras_opt._keras import method_of_call
 from dp_keras_opt.clipping import grouped_rows, per_example
 from dp_keras_opt.clipping.batch import valid_rows
 from dp_keras_opt.clipping.factors import DenseGradients, joined
@@ -114,10 +115,10 @@ def recording(engines, num_rows):
     calls, failures = [], []
     with contextlib.ExitStack() as patches:
         for layer in engines.ruled:
-            patches.enter_context(patched(layer, "call", _recorder(layer, calls)))
+            patches.enter_context(patched(layer, method_of_call(layer), _recorder(layer, calls)))
         for layer in engines.general:
             recorder = _per_example_recorder(layer, calls, failures, num_rows, engines)
-            patches.enter_context(patched(layer, "call", recorder))
+            patches.enter_context(patched(layer, method_of_call(layer), recorder))
         try:
             yield calls
         except Exception as error:  # Keras replaces what is raised inside of a layer
@@ -141,7 +142,7 @@ def patched(layer, name, value):
 
 
 def _recorder(layer, calls):
-    forward, rule = layer.call, rule_for(layer)
+    forward, rule = getattr(layer, method_of_call(layer)), rule_for(layer)
 
     def call(inputs, *args, **kwargs):
         products = []
@@ -173,7 +174,7 @@ def _recorder(layer, calls):
 
 
 def _per_example_recorder(layer, calls, failures, num_rows, engines):
-    forward, numbers = layer.call, itertools.count()
+    forward, numbers = getattr(layer, method_of_call(layer)), itertools.count()
 
     def call(*args, **kwargs):
         try:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from dp_keras_opt._keras import layers_of
+from dp_keras_opt._keras import layers_of, trained_in
 from dp_keras_opt.clipping import per_example
 from dp_keras_opt.clipping.layer_rules import rule_for
 
@@ -54,7 +54,7 @@ def engines_for(model):
     ruled, general = [], []
 
     def walk(layer):
-        if not layer.trainable_variables:
+        if not trained_in(layer):
             return
         if rule_for(layer) is not None:
             ruled.append(layer)

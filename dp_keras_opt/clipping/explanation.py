@@ -9,7 +9,7 @@ from typing import NamedTuple
 import keras
 
 from dp_keras_opt import tables
-from dp_keras_opt._keras import layers_of, own_trained, own_weights
+from dp_keras_opt._keras import layers_of, own_weights
 from dp_keras_opt.clipping import per_example
 from dp_keras_opt.clipping.engines import engines_for
 from dp_keras_opt.clipping.layer_rules import why_no_rule
@@ -39,7 +39,8 @@ class Served(NamedTuple):
 class Explanation(list[Served]):
     """Which engine serves which layer: a list of `Served`, which reads as a table.
 
-    Below the table are the sums by engine, and the reason for each engine that is not a rule.
+    Below the table are the sums by engine, with the memory that an example takes where it has a
+    copy of the weights, and the reason for each engine that is not a rule.
     """
 
     def __str__(self) -> str:
@@ -49,7 +50,7 @@ class Explanation(list[Served]):
             engines.setdefault(served.engine, []).append(served)
             if served.reason:
                 reasons.setdefault(served.reason, []).append(served.layer)
-        sums = "; ".join(f"{engine}: {_sums(served)}" for engine, served in engines.items())
+        sums = "; ".join(f"{engine}: {_sums(engine, served)}" for engine, served in engines.items())
         why = [f"{names(layers)}: {reason}" for reason, layers in reasons.items()]
         table = tables.aligned(("layer", "class", "weights", "engine"), cells)
         return "\n".join([table, "", sums, *why])
@@ -74,7 +75,7 @@ def explain(model: keras.Model) -> Explanation:
 
 def _trained(model, engines):
     """A row for each layer that owns trained variables, and one for all that runs as a unit."""
-    reasons = {id(layer): _why_general(layer) for layer in engines.general}
+    reasons = {id(layer): why_no_rule(layer) for layer in engines.general}
     reasons |= {id(layer): f"demoted: {reason}" for layer, reason in engines.demoted}
     unseen = {id(v): v for v in model.trainable_variables}
     whole = {}  # id of a layer in a model that runs as a whole -> why
@@ -92,8 +93,9 @@ def _trained(model, engines):
 
 
 def _frozen(model):
+    trained = {id(v) for v in model.trainable_variables}
     for path, layer in _with_paths(model):
-        if _own(layer) and not layer.trainable_variables:
+        if _own(layer) and not any(id(v) in trained for v in _own(layer)):
             yield Served(path, type(layer).__name__, _size(_own(layer)), "frozen")
 
 
@@ -124,12 +126,9 @@ def _size(variables):
     return sum(math.prod(v.shape) for v in variables)
 
 
-def _why_general(layer):
-    if isinstance(layer, keras.Model) and not own_trained(layer):
-        return "weights are trained that are inside of frozen layers"
-    return why_no_rule(layer)
-
-
-def _sums(served):
-    plural = "s" * (len(served) > 1)
-    return f"{len(served)} layer{plural}, {sum(each.weights for each in served):,} weights"
+def _sums(engine, served):
+    plural, weights = "s" * (len(served) > 1), sum(each.weights for each in served)
+    copies = (
+        "" if engine in ("rule", "frozen") else f" (a copy for each example: {4 * weights:,} B)"
+    )
+    return f"{len(served)} layer{plural}, {weights:,} weights{copies}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from dp_keras_opt._keras import layers_of
+from dp_keras_opt._keras import layers_of, trained_in
 from dp_keras_opt.clipping import per_example
 from dp_keras_opt.clipping.query import Query
 
@@ -49,8 +49,8 @@ def variables_by_layer(model):
     """
     owners, seen = {}, set()
     for layer in layers_of(model):
-        below = {id(v) for child in per_example.children(layer) for v in child.trainable_variables}
-        owned = [v for v in layer.trainable_variables if id(v) not in below | seen]
+        below = {id(v) for child in per_example.children(layer) for v in trained_in(child)}
+        owned = [v for v in trained_in(layer) if id(v) not in below | seen]
         seen.update(id(v) for v in owned)
         if owned:
             path = owned[0].path.rpartition("/")[0]

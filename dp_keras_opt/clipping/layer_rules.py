@@ -19,6 +19,9 @@ from dp_keras_opt.clipping.patches import channels_last, convolution_patches, de
 
 _RULES = {}
 
+#: Ways of quantizing a kernel after which it stays as it is, and bias and LoRA train beside it.
+_ROUNDED = (None, "int8", "int4")
+
 
 class Rule(NamedTuple):
     """How the book-keeping engine serves a layer.
@@ -48,7 +51,7 @@ def rule(*layer_classes, when=lambda layer: True):
 def rule_for(layer):
     """The rule of this layer, or None."""
     found = _RULES.get(type(layer))
-    plain = getattr(layer, "quantization_mode", None) is None and not is_rematerialized(layer)
+    plain = _quantization(layer) in _ROUNDED and not is_rematerialized(layer)
     return found if found is not None and plain and found.when(layer) else None
 
 
@@ -56,11 +59,13 @@ def why_no_rule(layer):
     """What keeps a layer from being served by a rule, in words."""
     if type(layer) not in _RULES:
         return f"no rule for {type(layer).__name__}"
+    if _quantization(layer) not in _ROUNDED:
+        return f"no rule for {type(layer).__name__} quantized to {_quantization(layer)}"
     return f"the rule for {type(layer).__name__} does not hold for how this one is configured"
 
 
-def _has_no_lora(layer):
-    return not getattr(layer, "lora_enabled", False)
+def _quantization(layer):
+    return getattr(layer, "quantization_mode", None)
 
 
 def _sum_to(tensor, shape):
@@ -93,7 +98,7 @@ def _flat(tensor):
 @rule(layers.Dense)
 def dense(layer, deltas, inputs):
     """kernel Σ a ⊗ b, bias Σ b; a LoRA-enabled kernel is K + s·A·B with K frozen."""
-    if _has_no_lora(layer):
+    if not _has_lora(layer):
         yield layer.kernel, OuterProducts(_flat(inputs), _flat(deltas), layer.kernel.shape)
     else:
         a, b, scaled = _lora(layer.lora_kernel_a, layer.lora_kernel_b, layer, deltas)
@@ -103,6 +108,10 @@ def dense(layer, deltas, inputs):
         low = _flat(tf.tensordot(inputs, a, 1))
         yield layer.lora_kernel_b, OuterProducts(low, _flat(scaled), b.shape)
     yield from _bias(layer, deltas)
+
+
+def _has_lora(layer):
+    return getattr(layer, "lora_enabled", False)
 
 
 def _lora(variable_a, variable_b, layer, deltas):
@@ -127,28 +136,51 @@ def _einsum_is_plain(layer):
         (first in [(".", ".")] or (first[0] == first[1] and first[0] not in kernel))
         and all(len(set(spec)) == len(spec) for spec in (source, kernel, output))
         and set(kernel) <= set(source) | set(output)
-        and (_has_no_lora(layer) or (kernel[-1] in output and kernel[-1] not in source))
+        and (not _has_lora(layer) or _einsum_takes_lora(source, kernel, output, layer))
     )
+
+
+def _einsum_takes_lora(source, kernel, output, layer):
+    """Whether one of two einsums is that of A, and the other that of B; see `einsum_dense`."""
+    if _quantization(layer) is not None:  # Keras multiplies by B along the last axis
+        return output[-1:] == kernel[-1:] and kernel[-1] not in source
+    return (kernel[-1] in output) != (kernel[-1] in source)
 
 
 @rule(layers.EinsumDense, when=_einsum_is_plain)
 def einsum_dense(layer, deltas, inputs):
     """kernel Σ a ⊗ b over the axes that it does not share, bias Σ b; LoRA as two products."""
     source, kernel, output = _written_out(_letters(layer), inputs.shape.rank)
-    if _has_no_lora(layer):
+    source, inputs = _summed(source, kernel + output, inputs)
+    if not _has_lora(layer):
         shape = layer.kernel.shape
         yield layer.kernel, _einsum_factor((source, kernel, output), inputs, deltas, shape)
     else:
         a, b, scaled = _lora(layer.lora_kernel_a, layer.lora_kernel_b, layer, deltas)
         inputs, last = tf.cast(inputs, tf.float32), kernel[-1]
         rank = next(letter for letter in _LETTERS if letter not in source + kernel + output)
-        middle, kernel_a = output.replace(last, rank), kernel[:-1] + rank
-        low = tf.einsum(f"{output},{rank}{last}->{middle}", scaled, b)
-        yield layer.lora_kernel_a, _einsum_factor((source, kernel_a, middle), inputs, low, a.shape)
-        low = tf.einsum(f"{source},{kernel_a}->{middle}", inputs, a)
-        equation = (middle, rank + last, output)
-        yield layer.lora_kernel_b, _einsum_factor(equation, low, scaled, b.shape)
+        kernel_a, kernel_b = kernel[:-1] + rank, rank + last
+        if last in output:  # A, then B
+            middle = output.replace(last, rank)
+            of_a, of_b = (source, kernel_a, middle), (middle, kernel_b, output)
+            low = tf.einsum(f"{source},{kernel_a}->{middle}", inputs, a)
+            low_deltas = tf.einsum(f"{output},{kernel_b}->{middle}", scaled, b)
+            pairs = (inputs, low_deltas), (low, scaled)
+        else:  # B, then A
+            middle = source.replace(last, rank)
+            of_a, of_b = (middle, kernel_a, output), (source, kernel_b, middle)
+            low = tf.einsum(f"{source},{kernel_b}->{middle}", inputs, b)
+            low_deltas = tf.einsum(f"{output},{kernel_a}->{middle}", scaled, a)
+            pairs = (low, scaled), (inputs, low_deltas)
+        yield layer.lora_kernel_a, _einsum_factor(of_a, *pairs[0], a.shape)
+        yield layer.lora_kernel_b, _einsum_factor(of_b, *pairs[1], b.shape)
     yield from _bias(layer, deltas)
+
+
+def _summed(source, others, inputs):
+    """The inputs summed over axes that nothing else has, as they are before the product."""
+    axes = [i for i, letter in enumerate(source) if letter not in others]
+    return "".join(c for c in source if c in others), tf.reduce_sum(inputs, axis=axes)
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -165,10 +197,6 @@ def _written_out(equation, rank):
 def _einsum_factor(equation, inputs, deltas, shape):
     """The gradient of the kernel in einsum("source,kernel->output", inputs, kernel)."""
     source, kernel, output = equation
-    inputs = tf.reduce_sum(  # axes that nothing else has are summed before the product
-        inputs, axis=[i for i, c in enumerate(source) if c not in kernel + output]
-    )
-    source = "".join(c for c in source if c in kernel + output)
     groups = "".join(c for c in kernel if c in source and c in output)
     ins = "".join(c for c in kernel if c in source and c not in output)
     outs = "".join(c for c in kernel if c not in source)
@@ -206,27 +234,38 @@ def embedding(layer, deltas, inputs):
     """The rows that were looked up; LoRA-enabled, the table is E + s·A·B with E frozen."""
     ids = _ids(inputs, layer.input_dim)
     deltas = tf.reshape(deltas, (*sizes_of(ids), layer.output_dim))
-    if _has_no_lora(layer):
+    if not _has_lora(layer):
         yield layer.embeddings, Lookup(ids, deltas, layer.embeddings.shape)
-        return
-    a, b, scaled = _lora(layer.lora_embeddings_a, layer.lora_embeddings_b, layer, deltas)
-    yield layer.lora_embeddings_a, Lookup(ids, tf.tensordot(scaled, b, [[-1], [1]]), a.shape)
-    yield layer.lora_embeddings_b, OuterProducts(_flat(tf.gather(a, ids)), _flat(scaled), b.shape)
+    else:
+        a, b, scaled = _lora(layer.lora_embeddings_a, layer.lora_embeddings_b, layer, deltas)
+        yield layer.lora_embeddings_a, Lookup(ids, tf.tensordot(scaled, b, [[-1], [1]]), a.shape)
+        low = _flat(tf.gather(a, ids))
+        yield layer.lora_embeddings_b, OuterProducts(low, _flat(scaled), b.shape)
 
 
 if hasattr(layers, "ReversibleEmbedding"):
 
     @rule(
         layers.ReversibleEmbedding,
-        when=lambda layer: _has_no_lora(layer) and getattr(layer, "logit_soft_cap", None) is None,
+        when=lambda layer: getattr(layer, "logit_soft_cap", None) is None,
     )
     def reversible_embedding(layer, deltas, inputs, reverse=False):
         """An embedding, or with `reverse` the product with its table (or with another one)."""
         if not reverse:
             yield from embedding(layer, deltas, inputs)
         elif layer.tie_weights:
-            shape = layer.embeddings.shape
-            yield layer.embeddings, OuterProducts(_flat(deltas), _flat(inputs), shape)
+            if not _has_lora(layer):
+                shape = layer.embeddings.shape
+                yield layer.embeddings, OuterProducts(_flat(deltas), _flat(inputs), shape)
+            elif _quantization(layer) is None:  # of a quantized table Keras leaves A·B out here
+                a, b, scaled = _lora(
+                    layer.lora_embeddings_a, layer.lora_embeddings_b, layer, deltas
+                )
+                inputs = tf.cast(inputs, tf.float32)
+                low = _flat(tf.tensordot(inputs, b, [[-1], [1]]))
+                yield layer.lora_embeddings_a, OuterProducts(_flat(scaled), low, a.shape)
+                low = _flat(tf.tensordot(scaled, a, 1))
+                yield layer.lora_embeddings_b, OuterProducts(low, _flat(inputs), b.shape)
         else:
             kernel = layer.reverse_embeddings
             yield kernel, OuterProducts(_flat(inputs), _flat(deltas), kernel.shape)
@@ -235,21 +274,33 @@ if hasattr(layers, "ReversibleEmbedding"):
 # Convolutions: dense layers over the patches that the kernel sees.
 
 
-@rule(layers.Conv1D, layers.Conv2D, layers.Conv3D, when=_has_no_lora)
+@rule(layers.Conv1D, layers.Conv2D, layers.Conv3D)
 def convolution(layer, deltas, inputs):
     """kernel Σ patch ⊗ b over the places; groups have kernels of their own."""
     inputs, deltas = channels_last(layer, inputs), channels_last(layer, deltas)
-    *window, channels, filters = layer.kernel.shape  # `channels` of one group
+    *window, channels, filters = shape = layer.kernel.shape  # `channels` of one group
     patches = convolution_patches(layer, inputs)  # (B, T, window, all channels)
     groups, size, (rows, places, *_) = layer.groups, math.prod(window), sizes_of(patches)
     patches = tf.reshape(patches, (rows, places, size, groups, channels))
     patches = tf.reshape(
         tf.transpose(patches, (0, 3, 1, 2, 4)), (rows, groups, places, size * channels)
     )
-    grouped = tf.reshape(deltas, (rows, places, groups, filters // groups))
+    width = filters // groups
+    grouped = tf.reshape(deltas, (rows, places, groups, width))
     grouped = tf.transpose(grouped, (0, 2, 1, 3))
-    layout = (groups, size, channels, filters // groups)
-    yield layer.kernel, OuterProducts(patches, grouped, layer.kernel.shape, layout, (1, 2, 0, 3))
+    if not _has_lora(layer):
+        layout = (groups, size, channels, width)
+        yield layer.kernel, OuterProducts(patches, grouped, shape, layout, (1, 2, 0, 3))
+    else:  # the groups share A, and have filters of their own in B
+        a, b, scaled = _lora(layer.lora_kernel_a, layer.lora_kernel_b, layer, grouped)
+        rank, patches = a.shape[-1], tf.cast(patches, tf.float32)
+        low = tf.einsum("bgto,rgo->bgtr", scaled, tf.reshape(b, (rank, groups, width)))
+        inputs = tf.reshape(patches, (rows, 1, groups * places, size * channels))
+        low = tf.reshape(low, (rows, 1, groups * places, rank))
+        yield layer.lora_kernel_a, OuterProducts(inputs, low, a.shape)
+        low = tf.tensordot(patches, tf.reshape(a, (size * channels, rank)), 1)
+        layout = (groups, rank, width)
+        yield layer.lora_kernel_b, OuterProducts(low, scaled, b.shape, layout, (1, 0, 2))
     yield from _bias(layer, deltas)
 
 
@@ -257,7 +308,7 @@ def convolution(layer, deltas, inputs):
     layers.Conv1DTranspose,
     layers.Conv2DTranspose,
     *([layers.Conv3DTranspose] if hasattr(layers, "Conv3DTranspose") else []),
-    when=lambda layer: _has_no_lora(layer) and layer.output_padding is None,
+    when=lambda layer: layer.output_padding is None,
 )
 def transposed_convolution(layer, deltas, inputs):
     """A convolution seen from behind: kernel Σ patch of the output gradient ⊗ input."""

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from dp_keras_opt._keras import layers_of, mask_of, seed_generators, set_mask
+from dp_keras_opt._keras import layers_of, mask_of, seed_generators, set_mask, trained_in
 from dp_keras_opt.clipping.graphs import operations
 
 #: Memory for per-example copies of variables, in bytes.
@@ -35,8 +35,8 @@ def children(layer):
 
 def owns_variables(layer):
     """Whether trainable variables belong to this layer itself and not to a sublayer of it."""
-    below = {id(v) for child in children(layer) for v in child.trainable_variables}
-    return any(id(v) not in below for v in layer.trainable_variables)
+    below = {id(v) for child in children(layer) for v in trained_in(child)}
+    return any(id(v) not in below for v in trained_in(layer))
 
 
 def runs_loop(layer):
@@ -56,7 +56,7 @@ def has_loops(layer):
 
 def max_rows(layers):
     """How many rows fit in `MEMORY` when each has copies of the variables of `layers`."""
-    numbers = sum(math.prod(v.shape) for layer in layers for v in layer.trainable_variables)
+    numbers = sum(math.prod(v.shape) for layer in layers for v in trained_in(layer))
     return None if not numbers else max(1, MEMORY // (4 * numbers))
 
 
@@ -94,7 +94,7 @@ def call(layer, forward, num_rows, args, kwargs, batched, sequential=False, repe
         (outputs of the layer for the batch, list of (variable, its copies (rows, *shape)), how many
         times an example was repeated).
     """
-    variables = list(layer.trainable_variables)
+    variables = trained_in(layer)
     flat = tree.flatten((args, kwargs))
     count = tf.shape(flat[batched[0]])[0] if num_rows is None else num_rows
     copies = [tf.repeat(tf.convert_to_tensor(v)[None], count, axis=0) for v in variables]

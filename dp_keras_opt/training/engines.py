@@ -7,7 +7,7 @@ import threading
 import tensorflow as tf
 
 from dp_keras_opt import clipping, workers
-from dp_keras_opt._keras import layers_of
+from dp_keras_opt._keras import layers_of, trained_in
 from dp_keras_opt.clipping import Batch, per_example
 from dp_keras_opt.clipping.identity import Identity
 from dp_keras_opt.training.batches import common_form, form_of
@@ -121,14 +121,15 @@ def _quantization_named(model):
         quantized = {
             layer.path: layer.quantization_mode
             for layer in layers_of(model)
-            if getattr(layer, "quantization_mode", None) and layer.trainable_variables
+            if getattr(layer, "quantization_mode", None) and trained_in(layer)
         }
         if not quantized:
             raise
         raise ValueError(
-            f"Layers are quantized, {quantized}: their weights are rounded and not trained, "
-            "and what of them is still trainable cannot be trained privately. Train first, and "
-            "quantize the trained model; or freeze these layers (layer.trainable = False). "
+            f"Layers are quantized, {quantized}: their kernels are rounded and not trained. LoRA "
+            "and biases beside kernels of int8 and int4 can be trained privately, and nothing else "
+            "of such layers. Train first, and quantize the trained model; or freeze these layers "
+            "(layer.trainable = False). "
             f"What failed: {error}"
         ) from error
 

@@ -77,7 +77,7 @@ def randomized(base):
     """Gives every weight a random value: rules must not rely on zeros or ones."""
     rng = np.random.default_rng(3)
     for weight in base.weights:
-        if "float" in str(weight.dtype):
+        if "float" in str(weight.dtype) and not weight.name.endswith(("_scale", "_zero", "g_idx")):
             weight.assign(rng.normal(0, 0.7, weight.shape))
     return base
 
@@ -720,10 +720,22 @@ def test_prelu(path, shape, shared):
 # LoRA: only the low-rank factors, and the bias, are trained.
 
 
-def adapted(base, layer, rank, alpha):
-    """A model whose layer is LoRA-enabled; `check` makes both factors non-zero."""
-    layer.enable_lora(rank, lora_alpha=alpha)
+def adapted(base, layer, rank, alpha, mode=None, quantized_first=True):
+    """A model whose layer is LoRA-enabled; `check` makes both factors non-zero.
+
+    Args:
+        mode: None, or what the layer's kernel is quantized to.
+        quantized_first: whether that is before LoRA, which is the other way to make the same.
+    """
+    steps = [lambda: layer.enable_lora(rank, lora_alpha=alpha)]
+    if mode is not None:
+        steps.insert(0 if quantized_first else 1, lambda: layer.quantize(mode))
+    for step in steps:
+        step()
     return base
+
+
+MODES = st.sampled_from([None, "int8", "int4"])
 
 
 @drawn(
@@ -732,11 +744,13 @@ def adapted(base, layer, rank, alpha):
     rank=st.integers(1, 3),
     alpha=st.sampled_from([None, 0.5, 7]),
     use_bias=st.booleans(),
+    mode=MODES,
+    quantized_first=st.booleans(),
 )
-def test_lora_of_dense(path, positions, sizes, rank, alpha, use_bias):
+def test_lora_of_dense(path, positions, sizes, rank, alpha, use_bias, mode, quantized_first):
     layer = layers.Dense(sizes[1], use_bias=use_bias, activation="tanh")
     x = normal(*positions, sizes[0])
-    base = adapted(around(layer, x), layer, rank, alpha)
+    base = adapted(around(layer, x), layer, rank, alpha, mode, quantized_first)
     assert len(layer.trainable_variables) == 2 + use_bias
     check(base, x, path)
 
@@ -751,6 +765,9 @@ def test_lora_of_dense(path, positions, sizes, rank, alpha, use_bias):
         ("ab...,bc->ac...", None),
         ("abcd,dbe->aceb", "b"),
         ("abcd,cbe->ae", "e"),
+        ("abc,dc->abd", "d"),  # B meets the inputs, and A what comes of it
+        ("abcd,ebd->abe", "be"),
+        ("abcd,dbe->abce", "e"),
     ],
 )
 @drawn(2, sizes=st.permutations(range(1, 7)), rank=st.integers(1, 3))
@@ -759,8 +776,16 @@ def test_lora_of_einsum_dense(path, equation, bias_axes, sizes, rank):
     check(adapted(around(layer, x), layer, rank, 0.5), x, path)
 
 
-def test_lora_whose_last_axis_is_an_input_is_served_by_the_general_engine():
-    x, layer = einsum_layer("abc,dc->abd", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("equation, bias_axes", [("abc,cde->abde", "de"), ("abde,dec->abc", "c")])
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@drawn(2, sizes=st.permutations(range(1, 7)), rank=st.integers(1, 3), first=st.booleans())
+def test_lora_of_quantized_einsum_dense(path, equation, bias_axes, mode, sizes, rank, first):
+    x, layer = einsum_layer(equation, sizes, bias_axes=bias_axes, activation="tanh")
+    check(adapted(around(layer, x), layer, rank, 0.5, mode, first), x, path)
+
+
+def test_lora_along_a_group_is_served_by_the_general_engine():
+    x, layer = einsum_layer("abc,bc->ac", [1, 2, 3, 4, 5, 6])
     base = adapted(around(layer, x), layer, 2, 0.5)
     check(base, x, ruled=[base.get_layer("head")], general=[layer])
 
@@ -771,16 +796,64 @@ def test_lora_whose_last_axis_is_an_input_is_served_by_the_general_engine():
     sizes=st.tuples(SIZES, SIZES),
     rank=st.integers(1, 3),
     alpha=st.sampled_from([None, 0.5]),
+    mode=MODES,
+    quantized_first=st.booleans(),
 )
-def test_lora_of_embedding(path, shape, sizes, rank, alpha):
+def test_lora_of_embedding(path, shape, sizes, rank, alpha, mode, quantized_first):
     layer, x = layers.Embedding(*sizes), ids(*shape, below=sizes[0])
-    check(adapted(around(layer, x), layer, rank, alpha), x, path)
+    check(adapted(around(layer, x), layer, rank, alpha, mode, quantized_first), x, path)
 
 
-def test_lora_of_convolution_is_served_by_the_general_engine():
-    layer, x = layers.Conv2D(2, 2), images(2, 2)
-    base = adapted(around(layer, x), layer, 2, 0.5)
-    check(base, x, ruled=[base.get_layer("head")], general=[layer])
+@reversible
+@drawn(rows=SIZES, width=SIZES, positions=SIZES, tie_weights=st.booleans())
+def test_lora_of_reversible_embedding(path, rows, width, positions, tie_weights):
+    base = tied(rows, width, positions, tie_weights)
+    (table,) = [part for part in base.layers if isinstance(part, layers.ReversibleEmbedding)]
+    check(adapted(base, table, 2, 0.5), ids(positions, below=rows), path)
+
+
+@reversible
+def test_lora_of_a_quantized_reversible_embedding_is_of_its_look_ups():
+    """Keras adds nothing to a quantized table that is used in reverse."""
+    base = tied(6, 3, 4)
+    (table,) = [part for part in base.layers if isinstance(part, layers.ReversibleEmbedding)]
+    tokens = keras.Input((4,), dtype="int32")
+    hidden = layers.Dense(3, activation="tanh", name="hidden")(table(tokens))
+    base = keras.Model(tokens, headed(hidden))
+    check(adapted(base, table, 2, 0.5, "int8"), ids(4, below=6))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@drawn(
+    3,
+    groups=st.integers(1, 3),
+    channels=st.integers(1, 2),
+    filters=st.integers(1, 3),
+    lora_rank=st.integers(1, 3),
+    use_bias=st.booleans(),
+)
+def test_lora_of_convolution(path, rank, groups, channels, filters, lora_rank, use_bias):
+    window, strides = (2, 3, 2)[:rank], (2, 1, 1)[:rank]
+    layer = CONVOLUTIONS[rank - 1](
+        groups * filters, window, strides, groups=groups, use_bias=use_bias, activation="tanh"
+    )
+    x = images(rank, groups * channels)
+    check(adapted(around(layer, x), layer, lora_rank, 0.5), x, path)
+
+
+def test_lora_of_a_convolution_of_channels_first():
+    layer, x = layers.Conv2D(3, 2, data_format="channels_first"), images(2, 2, True)
+    check(adapted(around(layer, x), layer, 2, 0.5), x)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_bias_of_a_quantized_layer(mode):
+    layer, x = layers.Dense(4, activation="tanh"), normal(3, 5)
+    base = around(layer, x)
+    layer.quantize(mode)
+    assert [v.name for v in layer.trainable_variables] == ["bias"]
+    check(base, x)
+    check(base, x, checked=True)
 
 
 # How an `OuterProducts` finds its norms.
@@ -1383,7 +1456,8 @@ def test_explain(capsys):
     assert len(starts) == 1  # aligned
     assert (empty, reason) == ("", "'lstm': no rule for LSTM")
     assert sums == (
-        "rule: 7 layers, 217 weights; one example at a time: 1 layer, 160 weights; "
+        "rule: 7 layers, 217 weights; one example at a time: 1 layer, 160 weights (a copy for each "
+        "example: 640 B); "
         "frozen: 1 layer, 42 weights"
     )
 

@@ -11,11 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import deprecation
-from dp_keras_opt._keras import compiled_metrics, layers_of
+from dp_keras_opt._keras import compiled_metrics, layers_of, own_trained, trained_in
 from dp_keras_opt.clipping import per_example, state_changes, validation
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.engines import Engines, engines_for
+from dp_keras_opt.clipping.normalization import names
 from dp_keras_opt.clipping.self_check.engine_check import wrong_variables
 from dp_keras_opt.clipping.self_check.independence import check_independence, is_random_in_inference
 from dp_keras_opt.clipping.self_check.lengths import check_lengths, require_length
@@ -197,9 +198,15 @@ def _right_engines(model, per_example_loss, batches, before, is_random):
         return wrong_variables(model, per_example_loss, engines, batches, before, is_random)
 
     engines = engines_for(model)
+    causes = {}  # id of a unit -> (paths of variables, why a faster engine did not do for them)
+    for unit in engines.general:
+        if isinstance(unit, keras.Model):
+            paths = [v.path for v in own_trained(unit) if v.trainable]
+            causes[id(unit)] = paths, f"'{unit.name}' owns them itself, and no layer in it does"
     while True:
         wrong, layers, reason = _failures(model, compare, engines)
         if not layers:
+            _warn_of_whole_models(engines, causes)
             return engines
         if engines.general == (model,):
             raise ValueError(
@@ -207,11 +214,21 @@ def _right_engines(model, per_example_loss, batches, before, is_random):
                 f"model one example at a time: {reason}."
             )
         engines = engines.demote(layers, model, reason)
-        if any(isinstance(layer, keras.Model) for layer in engines.general):
+        first = next((causes[id(layer)] for layer in layers if id(layer) in causes), None)
+        for unit in engines.general:
+            causes.setdefault(id(unit), first or (wrong, reason))
+
+
+def _warn_of_whole_models(engines, causes):
+    """Names what is to blame where a model is run as a whole, and says what that costs."""
+    for model in engines.general:
+        if isinstance(model, keras.Model):
+            wrong, reason = causes[id(model)]
+            weights = sum(math.prod(v.shape) for v in trained_in(model))
             warnings.warn(
-                f"The per-layer engines do not cover every use of {wrong} ({reason}); the whole "
-                "model is run one example at a time instead. This is exact, but slower and takes "
-                "more memory.",
+                f"The per-layer engines do not cover every use of {names(wrong)} ({reason}); the "
+                f"whole model '{model.name}' is run one example at a time instead. This is exact, "
+                f"but slower, and each example takes a copy of {weights:,} weights.",
                 stacklevel=2,
             )
 
@@ -221,9 +238,10 @@ def _failures(model, compare, engines):
     try:
         wrong = with_tapes(compare, engines)
     except CallFailed as failure:
-        paths = [variable.path for variable in failure.layer.trainable_variables]
+        paths = [variable.path for variable in trained_in(failure.layer)]
         return paths, [failure.layer], str(failure)
     served = (*engines.ruled, *engines.general)
-    layers = [s for s in served if any(v.path in wrong for v in s.trainable_variables)]
+    layers = [s for s in served if any(v.path in wrong for v in trained_in(s))]
     layers = layers or [model] * bool(wrong)
-    return wrong, layers, "the sum of their gradients is not that of the batch"
+    named = names([layer.name for layer in layers])
+    return wrong, layers, f"layer {named}: the sum of the gradients is not that of the batch"

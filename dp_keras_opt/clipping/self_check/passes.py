@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt._keras import adds_losses, layers_of
+from dp_keras_opt._keras import adds_losses, layers_of, method_of_call, trained_in
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import patched
 from dp_keras_opt.clipping.per_example import children, runs_loop
@@ -103,8 +103,9 @@ class Passes:
         seen = {}  # by the tensor's id: what a layer gives is what the next one takes
         with contextlib.ExitStack() as patches:
             for layer in dict.fromkeys(_watched(self._model)):
-                seeing = _seen(layer.name, layer.call, seen, _graph())
-                patches.enter_context(patched(layer, "call", seeing))
+                method = method_of_call(layer)
+                seeing = _seen(layer.name, getattr(layer, method), seen, _graph())
+                patches.enter_context(patched(layer, method, seeing))
             losses = self._forward(Batch(*batch), training)
         found = [layer.name for layer in layers_of(self._model) if adds_losses(layer)]
         self.added = list(dict.fromkeys([*self.added, *found]))  # this is not run in every pass
@@ -145,7 +146,7 @@ def _watched(layer):
     that matters is what it gives.
     """
     for child in children(layer):
-        if child.trainable_variables and children(child) and not runs_loop(child):
+        if trained_in(child) and children(child) and not runs_loop(child):
             yield from _watched(child)
         else:
             yield child
