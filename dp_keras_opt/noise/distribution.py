@@ -34,8 +34,11 @@ def drawn(source, distribution, shapes):
 
     def cut():
         sizes = [math.prod(shape) for shape in small]
-        draws = tf.split(source.draw(distribution, (sum(sizes),)), sizes)
-        found.extend(map(tf.reshape, draws, small))
+        if len(small) == 1:
+            found.append(source.draw(distribution, *small))
+        else:
+            draws = tf.split(source.draw(distribution, (sum(sizes),)), sizes)
+            found.extend(map(tf.reshape, draws, small))
         small.clear()
 
     for shape in map(tuple, shapes):

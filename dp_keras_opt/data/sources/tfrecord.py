@@ -47,7 +47,7 @@ class TFRecords:
         self._first = np.cumsum([0, *map(len, indices)])
         self._entries = np.concatenate(indices)
         # Not as arrays, of which a slice costs more than the checksum of a small record.
-        self._contents = [memoryview(np.memmap(path, np.uint8, "r")) for path in self._paths]
+        self._contents = [np.memmap(path, np.uint8, "r").data for path in self._paths]
 
     def __len__(self) -> int:
         return len(self._entries)
