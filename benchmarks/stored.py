@@ -112,7 +112,10 @@ def open_array_record(folder, *shapes):
 
         records = array_record_data_source.ArrayRecordDataSource([os.fspath(path)])
         parsed = grain.MapDataset.source(records).shuffle(seed=0).repeat().map(example)
-        return parsed.batch(size).to_iter_dataset()
+        few = grain.ReadOptions(
+            num_threads=2, prefetch_buffer_size=2
+        )  # 500 would go on for minutes
+        return parsed.batch(size).to_iter_dataset(few)
 
     def example(record):
         import tensorflow as tf
