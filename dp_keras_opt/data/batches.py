@@ -55,7 +55,7 @@ class Batches:
         dataset: what `keras.Model.fit` takes.
         sampling: the `dp.accounting.Sampling`.
         physical_batch_size: the number of rows to process at a time, of which the rows of every
-            batch are a multiple; or None: all at once.
+            batch are a multiple; of `Blocks`, those of the last. Or None: all at once.
         steps_per_epoch: the number of batches in an iteration, or None: unknown.
         order_seed: the seed that the order, or the groups, of the examples were drawn from; to be
             kept as secret as the noise. None where there is neither.
