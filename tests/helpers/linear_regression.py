@@ -1,5 +1,7 @@
 """A model whose clipped sums have a closed form, and noise that the library and NumPy share."""
 
+import math
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -37,10 +39,13 @@ class FixedNoise:
         self.calls = 0
 
     def draw(self, distribution, shape):
-        table = self.tables[self.calls % len(self.tables)]
-        self.calls += 1
-        assert tuple(shape) == table.shape[1:]
-        return tf.gather(table, tf.convert_to_tensor(self.optimizer.iterations))
+        """What is due for one variable, or for several of which the draws are cut."""
+        step, due = tf.convert_to_tensor(self.optimizer.iterations), []
+        while sum(part.shape[0] for part in due) < math.prod(shape):
+            table = self.tables[self.calls % len(self.tables)]
+            self.calls += 1
+            due.append(tf.reshape(tf.gather(table, step), [-1]))
+        return tf.reshape(tf.concat(due, 0), shape)
 
     def renew_after_fork(self):
         """Nothing to renew."""
