@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import strategies
+from dp_keras_opt.noise.distribution import drawn
 from dp_keras_opt.noise.gaussian import NORMAL, NORMAL_AND_REST
 from dp_keras_opt.noise.mechanism import Mechanism
 from dp_keras_opt.noise.source import NoiseSource
@@ -124,7 +125,7 @@ class Correlated(Mechanism):
         gain, weights = (tf.cast(part, source.dtype) for part in self.mixing(step))
         counter.assign_add(1)
         if not past:
-            return [gain * source.draw(NORMAL, shape) for shape in shapes]
+            return [gain * z for z in drawn(source, NORMAL, shapes)]
         sizes = [math.prod(shape) for shape in shapes]
         draw, rest, remembered = self.recall(source, past, sum(sizes))
         noise = _mixed(draw, rest, gain, weights, remembered)
