@@ -223,8 +223,9 @@ def _limits(state, parts, engines):
 
 def _zeros(query, variables):
     """The sum of a query over nobody."""
-    zeros = [tf.zeros(variable.shape) for variable in variables]
-    return zeros if query.directions is None else [zeros for _ in query.directions]
+    if query.directions is not None:  # a sum for each of them
+        return [tf.zeros_like(directions) for directions in query.directions]
+    return [tf.zeros(variable.shape) for variable in variables]
 
 
 def _row_size(batch):
