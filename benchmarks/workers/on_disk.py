@@ -38,10 +38,14 @@ def speeds(kind, workload, folder, count, batch_size, rounds, steps, cold):
     if kind == "jpeg":
         arrays = _decoded(opened.data)
     batches = dp.data.poisson_batches(opened.data, batch_size, _MOST_STEPS, map=opened.map)
+    types = (leaf.dtype.as_numpy_dtype for leaf in batches.dataset.element_spec[:2])
+    arrays = tuple(map(np.asarray, arrays, types))
     in_memory = dp.data.poisson_batches(arrays, batch_size, _MOST_STEPS)
+    # One model for both: of two traces of one step, one may take half as long again as the other.
+    model = _private(workload, spec, batch_size)
     runs = {
-        "private": _fit(_private(workload, spec, batch_size), batches),
-        "memory": _fit(_private(workload, spec, batch_size), in_memory),
+        "private": _fit(model, batches),
+        "memory": _fit(model, in_memory),
         "alone": lambda steps: _draw(batches, steps),
     }
     if opened.plain is not None:

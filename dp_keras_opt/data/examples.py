@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays, buckets, failures, held, mapping, reading
+from dp_keras_opt.data import arrays, buckets, ending, failures, held, mapping, reading
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import Columns, OnDisk
 from dp_keras_opt.data.sources.opening import as_source
@@ -231,7 +231,7 @@ class FromSource:
 
     def _batch(self, indices, rows_per_unit=None):
         """The arrays of a batch, and which of its rows count; those of each bucket in turn."""
-        with failures.kept():
+        with failures.kept(), ending.called():
             self._check()
             is_real, places = indices >= 0, _places(indices)
             made, back = np.unique(places, return_inverse=True)
@@ -239,6 +239,8 @@ class FromSource:
                 padding, which = np.unique(places[~is_real], return_inverse=True)
                 made = np.concatenate([places[is_real], padding])
                 back[is_real], back[~is_real] = np.arange(is_real.sum()), is_real.sum() + which
+                order = np.argsort(made, kind="stable")  # in which they are read
+                made, back = made[order], np.argsort(order)[back]
             leaves, readable = self._made(made)
             mask = (is_real & readable[back]).astype("float32")
             if self.buckets is not None:
@@ -299,7 +301,7 @@ class FromSource:
                 f"an array of {len(wanted)} indices gave arrays of the lengths {counts}: a source "
                 "gives a row for each index; see dp_keras_opt.data.Source"
             )
-        if self._changes:  # else they are asked for in order, and each once
+        if len(back) > len(wanted) or (np.diff(back) != 1).any():
             rows = stacking.rows(rows, back)
         for change in self._changes:
             rows = _changed(change, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures.process
+import functools
 import multiprocessing
 import pickle
 import threading
@@ -15,6 +16,19 @@ import tensorflow as tf
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.noise.entropy import process
+
+_MOST_ROWS = 32  # in a turn of the loop over rows
+_OPERATIONS = 512  # of TensorFlow in such a turn, about
+
+#: Operations of which TensorFlow has a form for many rows that gives the same, bit by bit.
+_EXACT = {
+    "Placeholder", "Const", "Identity", "NoOp", "Reshape", "ExpandDims", "Squeeze", "Transpose",
+    "StridedSlice", "Slice", "Pack", "Unpack", "ConcatV2", "Split", "SplitV", "Shape",
+    "EnsureShape", "Fill", "Tile", "Pad", "PadV2", "ReverseV2", "Cast", "OneHot", "AddV2", "Sub",
+    "Mul", "RealDiv", "FloorDiv", "FloorMod", "Neg", "Abs", "Square", "Maximum", "Minimum",
+    "ClipByValue", "Relu", "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual",
+    "LogicalAnd", "LogicalOr", "LogicalNot", "Select", "SelectV2", "ParseSingleExample",
+}  # fmt: skip
 
 
 def in_turn(*functions):
@@ -174,15 +188,88 @@ class Traced:
             row = tf.nest.flatten(traced(*leaves))
             return [row[place] for place in made]
 
-        def many(*leaves):
-            columns = iter(
-                tf.map_fn(lambda each: changed(*each), leaves, fn_output_signature=signature)
-            )
-            # What is only passed on need not go through the loop, which takes most of the time.
-            return [next(columns) if place is None else leaves[place] for place in places]
+        def compiled(by_rows):
+            def many(*leaves):
+                columns = iter(by_rows(changed, leaves, signature))
+                # What is only passed on need not go through the loop, which takes time.
+                return [next(columns) if place is None else leaves[place] for place in places]
 
-        compiled = tf.function(many, input_signature=specs, autograph=False)
-        return compiled.get_concrete_function(), form
+            whole = tf.function(many, input_signature=specs, autograph=False)
+            return whole.get_concrete_function()
+
+        at_once = _rows_at_once(traced.graph, (*specs, *signature))
+        in_turns = compiled(functools.partial(_row_by_row, at_once=at_once))
+        if at_once == 1 or not {op.type for op in traced.graph.get_operations()} <= _EXACT:
+            return in_turns, form
+        return _Checked(compiled(_all_rows), in_turns), form
+
+
+class _Checked:
+    """What maps all rows at once, as long as it gives what another function does row by row.
+
+    They are compared on the first rows that are several. TensorFlow's forms for many rows do not
+    serve a single one, of which they take the dimension for one to broadcast.
+    """
+
+    def __init__(self, at_once, row_by_row):
+        self._at_once, self._row_by_row, self._agrees = at_once, row_by_row, None
+
+    def __call__(self, *leaves):
+        if leaves[0].shape[0] == 1 or self._agrees is False:
+            return self._row_by_row(*leaves)
+        found = self._at_once(*leaves)
+        if self._agrees is None:
+            expected = self._row_by_row(*leaves)
+            self._agrees = all(map(_same, found, expected))
+            return expected
+        return found
+
+
+def _rows_at_once(graph, specs):
+    """How many rows a turn of the loop over them takes, as a turn costs more than most functions.
+
+    One where what is random, or has a state, would be the same in all copies of the function, and
+    where rows have several lengths.
+    """
+    operations = graph.get_operations()
+    has_state = any(operation.op_def.is_stateful for operation in operations)
+    if has_state or any(isinstance(spec, tf.RaggedTensorSpec) for spec in specs):
+        return 1
+    return max(1, min(_MOST_ROWS, _OPERATIONS // len(operations)))
+
+
+def _row_by_row(function, columns, signature, at_once):
+    """Columns of what `function` gives for each row alone, as tensors of this signature."""
+    if at_once == 1:
+        return tf.map_fn(lambda row: function(*row), columns, fn_output_signature=signature)
+
+    def several(places):
+        parts = [tf.unstack(tf.gather(column, places), at_once) for column in columns]
+        made = [function(*row) for row in zip(*parts, strict=True)]
+        return [tf.stack(values) for values in zip(*made, strict=True)]
+
+    count = tf.shape(columns[0])[0]
+    turns = -(-count // at_once)  # in the last one the last row fills up
+    places = tf.reshape(tf.minimum(tf.range(turns * at_once), count - 1), (turns, at_once))
+    of_turn = [tf.TensorSpec([at_once, *spec.shape], spec.dtype) for spec in signature]
+    found = tf.map_fn(several, places, fn_output_signature=of_turn)
+    return [
+        tf.reshape(values, (turns * at_once, *spec.shape))[:count]
+        for values, spec in zip(found, signature, strict=True)
+    ]
+
+
+def _all_rows(function, columns, signature):
+    """The same at once, where TensorFlow has a form of each operation for many rows."""
+    made = tf.vectorized_map(lambda row: function(*row), columns, fallback_to_while_loop=False)
+    return [
+        tf.ensure_shape(values, [None, *spec.shape])
+        for values, spec in zip(made, signature, strict=True)
+    ]
+
+
+def _same(one, other):
+    return one.shape == other.shape and np.array_equal(one, other, equal_nan=one.dtype.is_floating)
 
 
 def call(function, example):

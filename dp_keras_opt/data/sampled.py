@@ -21,7 +21,7 @@ from dp_keras_opt.accounting import batch_sizes
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import failures
+from dp_keras_opt.data import ending, failures
 from dp_keras_opt.data.batches import Batches, RowInfo
 from dp_keras_opt.data.buckets import Blocks, Buckets, rows_at_a_time
 from dp_keras_opt.data.samplers import (
@@ -668,7 +668,7 @@ def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
     def indices():
         with failures.kept():
             examples.begin()
-            for each in draws():
+            for each in ending.until_end(draws()):
                 yield np.repeat(each, sampling.views)
 
     per_unit = sampling.rows_per_unit
