@@ -8,7 +8,8 @@ have it. Not listed are hooks that Keras documents for subclasses, such as `buil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -89,6 +90,10 @@ ATTRIBUTES = (
     Private("Layer", "_metrics", "3.0", "to tell metrics in a layer from state that it keeps"),
     Private("Layer", "_seed_generators", "3.0", "to seed a layer alike for each of its examples"),
     Private("Layer", "_remat_mode", "3.10", "rematerialized layers are called twice: no rule"),
+    Private(
+        "GroupNormalization", "_create_broadcast_shape", "3.0",
+        "to lay weights of each example along the groups",
+    ),
     Private("Layer", "_trainable", "3.0", "to leave it out where models are compared"),
     Private("Layer", "_tracker", "3.0", "to exchange a part of a layer that is built"),
     Private("Variable", "_value", "3.0", "the resource of TensorFlow behind a variable"),
@@ -217,9 +222,34 @@ def method_of_call(layer: keras.layers.Layer) -> str:
     return "quantized_call" if getattr(layer, "quantization_mode", None) else "call"
 
 
+@contextlib.contextmanager
+def patched(layer: keras.layers.Layer, name: str, value: Any) -> Iterator[None]:
+    """Shadows an attribute, past Keras's attribute tracking, until the end of the block."""
+    shadowed = vars(layer).get(name)
+    object.__setattr__(layer, name, value)
+    try:
+        yield
+    finally:
+        if shadowed is None:
+            object.__delattr__(layer, name)
+        else:
+            object.__setattr__(layer, name, shadowed)
+
+
 def is_rematerialized(layer: keras.layers.Layer) -> bool:
     """Whether a layer is computed a second time in the backward pass."""
     return bool(getattr(layer, "_remat_mode", None))
+
+
+def can_broadcast(layer: keras.layers.Layer) -> bool:
+    """Whether `broadcast_by_row` knows how this layer lays its weights along its inputs."""
+    return hasattr(layer, "_create_broadcast_shape")
+
+
+def broadcast_by_row(layer: keras.layers.Layer) -> dict[str, Any]:
+    """What to patch in a `GroupNormalization` whose weights have one row per example."""
+    shape_for = layer._create_broadcast_shape
+    return {"_create_broadcast_shape": lambda shape: [-1, *shape_for(shape)[1:]]}
 
 
 def value_of(variable: Any) -> Any:

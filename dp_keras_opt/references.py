@@ -579,6 +579,13 @@ REFERENCES: dict[str, Reference] = {
         1958,
         doi="10.1214/aoms/1177706645",
     ),
+    "qiao2019": Reference(
+        ("Siyuan Qiao", "Huiyu Wang", "Chenxi Liu", "Wei Shen", "Alan Yuille"),
+        "Micro-batch training with batch-channel normalization and weight standardization",
+        "arXiv, 2019",
+        2019,
+        arxiv="1903.10520",
+    ),
     "salmon2011": Reference(
         ("John K. Salmon", "Mark A. Moraes", "Ron O. Dror", "David E. Shaw"),
         "Parallel random numbers: as easy as 1, 2, 3",

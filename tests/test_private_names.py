@@ -29,6 +29,7 @@ def owners():
     strategy = tf.distribute.get_strategy()
     return {
         "Layer": dropout,
+        "GroupNormalization": keras.layers.GroupNormalization(1),
         "Model": model,
         "Optimizer": model.optimizer,
         "CompileLoss": model._compile_loss,

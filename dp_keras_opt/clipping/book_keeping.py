@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from dp_keras_opt._keras import method_of_call
+from dp_keras_opt._keras import method_of_call, patched
 from dp_keras_opt.clipping import grouped_rows, per_example
 from dp_keras_opt.clipping.batch import valid_rows
-from dp_keras_opt.clipping.factors import DenseGradients, joined
+from dp_keras_opt.clipping.factors import DenseGradients, joined, sizes_of
 from dp_keras_opt.clipping.layer_rules import rule_for
+from dp_keras_opt.clipping.patches import compiled
 
 _ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 
@@ -60,12 +61,14 @@ def per_example_gradients(model, batch, per_example_loss, engines, loss_scale=1.
         (losses (B,), outputs of the model, one `Factor` or None per trainable variable); None where
         the loss does not depend on the variable.
     """
-    with tf.GradientTape() as tape, recording(engines, batch.num_rows) as calls:
+    count = sizes_of(tf.nest.flatten(batch.x)[0])[0]
+    with tf.GradientTape() as tape, recording(engines, batch.num_rows, count) as calls:
         y_pred = model(batch.x, training=True)
         losses = per_example_loss(batch.y, y_pred, batch.sample_weight)
         objective = tf.reduce_sum(_counted(losses, batch)) * loss_scale
     deltas = tape.gradient(objective, [call.source for call in calls])
-    return losses, y_pred, _gradients(model, batch, calls, deltas, loss_scale)
+    with compiled(bool(getattr(model, "jit_compile", True))):
+        return losses, y_pred, _gradients(model, batch, calls, deltas, loss_scale)
 
 
 def _counted(losses, batch):
@@ -99,12 +102,13 @@ def _gradients(model, batch, calls, deltas, loss_scale):
 
 
 @contextlib.contextmanager
-def recording(engines, num_rows):
+def recording(engines, num_rows, count):
     """Records the calls of layers while a forward pass is traced.
 
     Args:
         engines: which layers, and how.
         num_rows: of the batch, None if it is not static.
+        count: the same as a scalar tensor where it is not.
 
     Yields:
         The list of `Call`s, filled by the forward pass.
@@ -112,10 +116,14 @@ def recording(engines, num_rows):
     Raises:
         CallFailed: a layer cannot be run one example at a time.
     """
-    calls, failures = [], []
+    calls, failures, repeated = [], [], []
     with contextlib.ExitStack() as patches:
         for layer in engines.ruled:
-            patches.enter_context(patched(layer, method_of_call(layer), _recorder(layer, calls)))
+            if rule_for(layer).copies is not None:
+                recorder = _copying_recorder(layer, calls, failures)
+            else:
+                recorder = _recorder(layer, calls, repeated, num_rows, count, engines)
+            patches.enter_context(patched(layer, method_of_call(layer), recorder))
         for layer in engines.general:
             recorder = _per_example_recorder(layer, calls, failures, num_rows, engines)
             patches.enter_context(patched(layer, method_of_call(layer), recorder))
@@ -124,25 +132,29 @@ def recording(engines, num_rows):
         except Exception as error:  # Keras replaces what is raised inside of a layer
             if failures:
                 raise failures[0] from error
+            if repeated:  # not all that takes one for all rows takes one for each
+                raise CallFailed(repeated[0], error) from error
             raise
 
 
-@contextlib.contextmanager
-def patched(layer, name, value):
-    """Shadows an attribute, past Keras's attribute tracking, until the end of the block."""
-    shadowed = vars(layer).get(name)
-    object.__setattr__(layer, name, value)
-    try:
-        yield
-    finally:
-        if shadowed is None:
-            object.__delattr__(layer, name)
-        else:
-            object.__setattr__(layer, name, shadowed)
+def _recorder(layer, calls, repeated, num_rows, count, engines):
+    forward, rule, numbers = (
+        getattr(layer, method_of_call(layer)),
+        rule_for(layer),
+        itertools.count(),
+    )
 
+    def is_for_all(inputs):
+        """Whether it is called on the same for all rows, as on positions: (T,) or (1, T).
 
-def _recorder(layer, calls):
-    forward, rule = getattr(layer, method_of_call(layer)), rule_for(layer)
+        Decided by the self-check, whose batch size nothing else in a model is likely to share.
+        """
+        if not rule.for_all or engines.splits is None:
+            return False
+        shape = tuple(getattr(inputs, "shape", ()))
+        alike = shape[0] == 1 if len(shape) == 2 else len(shape) == 1 and shape[0] != num_rows
+        found = alike and None not in (shape[0], num_rows) and num_rows != 1
+        return engines.splits.setdefault((id(layer), next(numbers)), found)
 
     def call(inputs, *args, **kwargs):
         products = []
@@ -152,6 +164,10 @@ def _recorder(layer, calls):
             return layer_activation(product)
 
         layer_activation = getattr(layer, "activation", None)
+        if is_for_all(inputs):
+            repeated.append(layer)
+            inputs = tf.convert_to_tensor(inputs)
+            inputs = tf.repeat(tf.reshape(inputs, (1, -1)), count, axis=0)
         if layer_activation is None:
             outputs = forward(inputs, *args, **kwargs)
             products.append(outputs)
@@ -169,6 +185,30 @@ def _recorder(layer, calls):
 
         calls.append(Call(layer, source, factors))
         return outputs
+
+    return call
+
+
+def _copying_recorder(layer, calls, failures):
+    """For a rule by copies: each example meets weights of its own, in the layer's own call."""
+    forward, rule = getattr(layer, method_of_call(layer)), rule_for(layer)
+
+    def call(inputs, *args, **kwargs):
+        def own(variable, dtype=None):
+            weights = tf.convert_to_tensor(variable)
+            weights = tf.cast(weights, dtype or weights.dtype)
+            copies = tf.repeat(weights[None], sizes_of(inputs)[0], axis=0)
+            calls.append(Call(layer, copies, lambda g: [(variable, DenseGradients(g))]))
+            return copies
+
+        with contextlib.ExitStack() as patches:
+            try:
+                for name, value in rule.copies(layer, own, inputs).items():
+                    patches.enter_context(patched(layer, name, value))
+                return forward(inputs, *args, **kwargs)
+            except _ERRORS as error:
+                failures.append(CallFailed(layer, error))
+                raise
 
     return call
 

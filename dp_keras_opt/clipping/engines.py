@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from dp_keras_opt._keras import layers_of, trained_in
-from dp_keras_opt.clipping import per_example
+from dp_keras_opt.clipping import hub_rules, per_example  # noqa: F401  (registers its rules)
 from dp_keras_opt.clipping.layer_rules import rule_for
 
 

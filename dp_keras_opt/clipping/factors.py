@@ -290,16 +290,18 @@ class Lookup(Factor):
         ids: (B, T) integers, the rows that were looked up.
         deltas: (B, T, D), the gradient of the loss in what was looked up.
         shape: (V, D), shape of the table.
+        distinct: whether no example looks up a row twice; `deltas` are then its gradient.
     """
 
-    def __init__(self, ids, deltas, shape):
+    def __init__(self, ids, deltas, shape, distinct=False):
         self.ids = ids
         self.deltas = tf.cast(deltas, tf.float32)
         self.shape = tuple(shape)
+        self.distinct = distinct or ids.shape[1] == 1
 
     def squared_norm(self, scale=None):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
-        if self.ids.shape[1] == 1:
+        if self.distinct:
             return _l2_squared(self.deltas * scales)
         sums, repeats = self._sums()
         squares = tf.reduce_sum(tf.square(sums * scales), axis=2) / repeats
@@ -308,6 +310,8 @@ class Lookup(Factor):
 
     def l1_norm(self, scale=None):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
+        if self.distinct:
+            return _l1(self.deltas * scales)
         sums, repeats = self._sums()
         total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
         return total + self.l1_rounding(scale)
@@ -319,6 +323,8 @@ class Lookup(Factor):
 
     def _sums(self):
         """Each position's row of the gradient (B, T, D), and at how many positions it stands."""
+        if self.distinct:
+            return self.deltas, tf.ones(sizes_of(self.ids))
         same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
         return tf.matmul(same, self.deltas), tf.reduce_sum(same, axis=2)
 
@@ -338,7 +344,7 @@ class Lookup(Factor):
         return tf.math.unsorted_segment_sum(values, tf.reshape(self.ids, (-1,)), self.shape[0])
 
     def keep(self, valid):
-        return Lookup(self.ids, _keep(self.deltas, valid), self.shape)
+        return Lookup(self.ids, _keep(self.deltas, valid), self.shape, self.distinct)
 
     def materialize(self):
         return tf.matmul(tf.one_hot(self.ids, self.shape[0]), self.deltas, transpose_a=True)
@@ -396,6 +402,44 @@ class TiedTable(Factor):
 
     def grouped(self, size):
         return TiedTable(self.lookup.grouped(size), self.products.grouped(size))
+
+
+class Mapped(Factor):
+    """The gradients of another factor, each through the same linear map.
+
+    Args:
+        inner: the factor.
+        function: the map, of tensors (..., *shape). It makes no gradient longer than `stretch`
+            does, coordinate by coordinate.
+        stretch: numbers that broadcast to the variable's shape.
+    """
+
+    def __init__(self, inner, function, stretch):
+        self.inner_factor, self.function, self.stretch = inner, function, stretch
+
+    def squared_norm(self, scale=None):
+        gradients = self.inner_factor.materialize()
+        total = _l2_squared(_scaled(self.function(gradients), scale))
+        # What the map takes away may be most of it.
+        before = tf.sqrt(_l2_squared(_scaled(gradients * self.stretch, scale)))
+        return _with_rounding(total, before[:, None])
+
+    def l1_norm(self, scale=None):
+        gradients = self.inner_factor.materialize()
+        total = _l1(_scaled(self.function(gradients), scale))
+        return total + rounding() * _l1(_scaled(gradients * self.stretch, scale))
+
+    def weighted_sum(self, weights):
+        return self.function(self.inner_factor.weighted_sum(weights))
+
+    def keep(self, valid):
+        return Mapped(self.inner_factor.keep(valid), self.function, self.stretch)
+
+    def materialize(self):
+        return self.function(self.inner_factor.materialize())
+
+    def grouped(self, size):
+        return Mapped(self.inner_factor.grouped(size), self.function, self.stretch)
 
 
 def joined(one, other):

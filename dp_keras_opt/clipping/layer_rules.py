@@ -2,6 +2,7 @@
 
 A rule serves exactly the class that it is registered for (a subclass may compute something else)
 and only the configurations that its `when` admits; every other layer goes to the general engine.
+`hub_rules` has those of packages that are never imported for it.
 `Σ a ⊗ b` in the docstrings is the gradient of a kernel: inputs a, output gradients b, summed over
 positions.
 """
@@ -13,9 +14,10 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from dp_keras_opt._keras import is_rematerialized
-from dp_keras_opt.clipping.factors import DenseGradients, Lookup, OuterProducts, sizes_of
+from dp_keras_opt._keras import broadcast_by_row, can_broadcast, is_rematerialized
+from dp_keras_opt.clipping.factors import DenseGradients, Lookup, Mapped, OuterProducts, sizes_of
 from dp_keras_opt.clipping.patches import channels_last, convolution_patches, depthwise_gradients
+from dp_keras_opt.layers import StandardizedConv2D
 
 _RULES = {}
 
@@ -24,40 +26,70 @@ _ROUNDED = (None, "int8", "int4")
 
 
 class Rule(NamedTuple):
-    """How the book-keeping engine serves a layer.
+    """How the book-keeping engine serves a layer: by its `factors`, or by its `copies`.
 
     Attributes:
         factors: function of (layer, deltas, *args, **kwargs) that yields (variable, Factor) pairs,
             where `deltas` is the gradient of the loss in the layer's output before its activation,
             and the others are the arguments of the call.
         when: function of the layer; False where the rule does not hold.
+        copies: function of (layer, own, inputs) that gives {attribute: value}, what stands for
+            attributes of the layer during a call, so that each example meets its own copies
+            `own(variable)`, (B, *shape), of the dtype of the call or of another one. The backward
+            pass gives their gradients.
+        for_all: whether a call on what is the same for all rows, (T,) or (1, T), may be taken for
+            one on as many copies of it as there are rows, (B, T).
     """
 
     factors: Any
     when: Any
+    copies: Any = None
+    for_all: bool = False
 
 
-def rule(*layer_classes, when=lambda layer: True):
-    """Registers the decorated generator as the rule of these classes."""
+def rule(*layer_classes, when=lambda layer: True, for_all=False):
+    """Registers the decorated generator, a `Rule.factors`, as the rule of these classes.
+
+    A class of a package that must not be imported goes by name, "module.qualified name".
+    """
 
     def register(factors):
-        for layer_class in layer_classes:
-            _RULES[layer_class] = Rule(factors, when)
+        _RULES.update(dict.fromkeys(layer_classes, Rule(factors, when, for_all=for_all)))
         return factors
 
     return register
 
 
+def rule_by_copies(*layer_classes, when=lambda layer: True):
+    """Registers the decorated function, a `Rule.copies`, as the rule of these classes."""
+
+    def register(copies):
+        _RULES.update(dict.fromkeys(layer_classes, Rule(None, when, copies)))
+        return copies
+
+    return register
+
+
+def _registered(layer):
+    kind = type(layer)
+    return _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def goes_by_name(layer):
+    """Whether the rule of this layer is registered for what its class is called."""
+    return type(layer) not in _RULES
+
+
 def rule_for(layer):
     """The rule of this layer, or None."""
-    found = _RULES.get(type(layer))
+    found = _registered(layer)
     plain = _quantization(layer) in _ROUNDED and not is_rematerialized(layer)
     return found if found is not None and plain and found.when(layer) else None
 
 
 def why_no_rule(layer):
     """What keeps a layer from being served by a rule, in words."""
-    if type(layer) not in _RULES:
+    if _registered(layer) is None:
         return f"no rule for {type(layer).__name__}"
     if _quantization(layer) not in _ROUNDED:
         return f"no rule for {type(layer).__name__} quantized to {_quantization(layer)}"
@@ -68,7 +100,7 @@ def _quantization(layer):
     return getattr(layer, "quantization_mode", None)
 
 
-def _sum_to(tensor, shape):
+def sum_to(tensor, shape):
     """Per-example sums (B, *shape) over the axes that a broadcast from `shape` has added."""
     tensor = tf.cast(tensor, tf.float32)
     padded = (1,) * (tensor.shape.rank - 1 - len(shape)) + tuple(shape)
@@ -83,10 +115,10 @@ def _sum_to(tensor, shape):
 
 def _bias(layer, deltas):
     if layer.bias is not None:
-        yield layer.bias, _sum_to(deltas, layer.bias.shape)
+        yield layer.bias, sum_to(deltas, layer.bias.shape)
 
 
-def _flat(tensor):
+def flat(tensor):
     """(B, ..., C) as (B, 1, T, C), one group of T positions; T = 1 for (B, C)."""
     rows, *positions, last = sizes_of(tensor)
     return tf.reshape(tensor, (rows, 1, math.prod(positions), last))
@@ -99,14 +131,14 @@ def _flat(tensor):
 def dense(layer, deltas, inputs):
     """kernel Σ a ⊗ b, bias Σ b; a LoRA-enabled kernel is K + s·A·B with K frozen."""
     if not _has_lora(layer):
-        yield layer.kernel, OuterProducts(_flat(inputs), _flat(deltas), layer.kernel.shape)
+        yield layer.kernel, OuterProducts(flat(inputs), flat(deltas), layer.kernel.shape)
     else:
         a, b, scaled = _lora(layer.lora_kernel_a, layer.lora_kernel_b, layer, deltas)
         inputs = tf.cast(inputs, tf.float32)
-        low = _flat(tf.tensordot(scaled, b, [[-1], [1]]))
-        yield layer.lora_kernel_a, OuterProducts(_flat(inputs), low, a.shape)
-        low = _flat(tf.tensordot(inputs, a, 1))
-        yield layer.lora_kernel_b, OuterProducts(low, _flat(scaled), b.shape)
+        low = flat(tf.tensordot(scaled, b, [[-1], [1]]))
+        yield layer.lora_kernel_a, OuterProducts(flat(inputs), low, a.shape)
+        low = flat(tf.tensordot(inputs, a, 1))
+        yield layer.lora_kernel_b, OuterProducts(low, flat(scaled), b.shape)
     yield from _bias(layer, deltas)
 
 
@@ -223,30 +255,31 @@ def _einsum_factor(equation, inputs, deltas, shape):
 # Embeddings.
 
 
-def _ids(inputs, size):
+def ids_of(inputs, size):
     rows, *positions = sizes_of(inputs)
     ids = tf.cast(tf.reshape(inputs, (rows, math.prod(positions))), tf.int32)
     return tf.where(ids < 0, ids + size, ids)  # Keras counts these from the end of the table
 
 
-@rule(layers.Embedding)
+@rule(layers.Embedding, for_all=True)  # positions
 def embedding(layer, deltas, inputs):
     """The rows that were looked up; LoRA-enabled, the table is E + s·A·B with E frozen."""
-    ids = _ids(inputs, layer.input_dim)
+    ids = ids_of(inputs, layer.input_dim)
     deltas = tf.reshape(deltas, (*sizes_of(ids), layer.output_dim))
     if not _has_lora(layer):
         yield layer.embeddings, Lookup(ids, deltas, layer.embeddings.shape)
     else:
         a, b, scaled = _lora(layer.lora_embeddings_a, layer.lora_embeddings_b, layer, deltas)
         yield layer.lora_embeddings_a, Lookup(ids, tf.tensordot(scaled, b, [[-1], [1]]), a.shape)
-        low = _flat(tf.gather(a, ids))
-        yield layer.lora_embeddings_b, OuterProducts(low, _flat(scaled), b.shape)
+        low = flat(tf.gather(a, ids))
+        yield layer.lora_embeddings_b, OuterProducts(low, flat(scaled), b.shape)
 
 
 if hasattr(layers, "ReversibleEmbedding"):
 
     @rule(
         layers.ReversibleEmbedding,
+        "keras_hub.src.layers.modeling.reversible_embedding.ReversibleEmbedding",
         when=lambda layer: getattr(layer, "logit_soft_cap", None) is None,
     )
     def reversible_embedding(layer, deltas, inputs, reverse=False):
@@ -256,19 +289,19 @@ if hasattr(layers, "ReversibleEmbedding"):
         elif layer.tie_weights:
             if not _has_lora(layer):
                 shape = layer.embeddings.shape
-                yield layer.embeddings, OuterProducts(_flat(deltas), _flat(inputs), shape)
+                yield layer.embeddings, OuterProducts(flat(deltas), flat(inputs), shape)
             elif _quantization(layer) is None:  # of a quantized table Keras leaves A·B out here
                 a, b, scaled = _lora(
                     layer.lora_embeddings_a, layer.lora_embeddings_b, layer, deltas
                 )
                 inputs = tf.cast(inputs, tf.float32)
-                low = _flat(tf.tensordot(inputs, b, [[-1], [1]]))
-                yield layer.lora_embeddings_a, OuterProducts(_flat(scaled), low, a.shape)
-                low = _flat(tf.tensordot(scaled, a, 1))
-                yield layer.lora_embeddings_b, OuterProducts(low, _flat(inputs), b.shape)
+                low = flat(tf.tensordot(inputs, b, [[-1], [1]]))
+                yield layer.lora_embeddings_a, OuterProducts(flat(scaled), low, a.shape)
+                low = flat(tf.tensordot(scaled, a, 1))
+                yield layer.lora_embeddings_b, OuterProducts(low, flat(inputs), b.shape)
         else:
             kernel = layer.reverse_embeddings
-            yield kernel, OuterProducts(_flat(inputs), _flat(deltas), kernel.shape)
+            yield kernel, OuterProducts(flat(inputs), flat(deltas), kernel.shape)
 
 
 # Convolutions: dense layers over the patches that the kernel sees.
@@ -304,6 +337,16 @@ def convolution(layer, deltas, inputs):
     yield from _bias(layer, deltas)
 
 
+@rule(StandardizedConv2D)
+def standardized_convolution(layer, deltas, inputs):
+    """A convolution, whose kernel is standardized: its gradient through that."""
+    for variable, factor in convolution(layer, deltas, inputs):
+        if variable is layer.kernel:
+            _, deviation = layer.standardized(variable)
+            factor = Mapped(factor, layer.gradient_of_kernel, 1.0 / deviation)
+        yield variable, factor
+
+
 @rule(
     layers.Conv1DTranspose,
     layers.Conv2DTranspose,
@@ -317,7 +360,7 @@ def transposed_convolution(layer, deltas, inputs):
     patches = convolution_patches(layer, deltas)
     rows, places, *_ = sizes_of(patches)
     patches = tf.reshape(patches, (rows, 1, places, math.prod(window) * filters))
-    yield layer.kernel, OuterProducts(patches, _flat(inputs), layer.kernel.shape)
+    yield layer.kernel, OuterProducts(patches, flat(inputs), layer.kernel.shape)
     yield from _bias(layer, deltas)
 
 
@@ -345,54 +388,52 @@ def separable_convolution(layer, deltas, inputs):
     )
     matrix = tf.reshape(tf.cast(pointwise.value, tf.float32), pointwise.shape[-2:])
     middle_deltas = tf.tensordot(tf.cast(deltas, tf.float32), matrix, [[-1], [1]])
-    yield pointwise, OuterProducts(_flat(middle), _flat(deltas), pointwise.shape)
+    yield pointwise, OuterProducts(flat(middle), flat(deltas), pointwise.shape)
     gradients = depthwise_gradients(layer, inputs, middle_deltas, depthwise.shape)
     yield depthwise, DenseGradients(gradients)
     yield from _bias(layer, deltas)
 
 
-# Layers that are linear in a scale γ and an offset β, coordinate by coordinate.
+# Normalization. Keras computes it in float32, so that its weights may be float32 in half precision.
 
 
-@rule(layers.LayerNormalization, layers.GroupNormalization)
-def normalization(layer, deltas, inputs):
-    """γ Σ (output at γ = 1, β = 0) · b, β Σ b."""
-    gamma, beta = layer.gamma, layer.beta
+@rule_by_copies(layers.LayerNormalization)
+def layer_normalization(layer, own, inputs):
+    """γ and β of as many axes as the input has, which Keras takes as they are."""
     axes = layer.axis if isinstance(layer.axis, list | tuple) else [layer.axis]
-    axes = [axis % deltas.shape.rank for axis in axes]
-
-    def summed(tensor, shape):
-        others = [axis for axis in range(1, tensor.shape.rank) if axis not in axes]
-        total = tf.reduce_sum(tf.cast(tensor, tf.float32), axis=others)
-        return DenseGradients(tf.reshape(total, (sizes_of(tensor)[0], *shape)))
-
-    if gamma is not None:
-        normalized = _without_weights(layer, inputs, gamma, beta)
-        yield gamma, summed(normalized * tf.cast(deltas, tf.float32), gamma.shape)
-    if beta is not None:
-        yield beta, summed(deltas, beta.shape)
+    axes, sizes = [axis % inputs.shape.rank for axis in axes], sizes_of(inputs)
+    shape = [size if axis in (0, *axes) else 1 for axis, size in enumerate(sizes)]
+    return {name: tf.reshape(copies, shape) for name, copies in _affine(layer, own)}
 
 
-def _without_weights(layer, inputs, scale, offset=None):
-    """The layer's output at scale 1 and offset 0."""
-    plain = [(scale, tf.ones_like(scale))]
-    if offset is not None:
-        plain.append((offset, tf.zeros_like(offset)))
-    with keras.StatelessScope(state_mapping=plain):
-        return tf.cast(layer.call(inputs), tf.float32)
+@rule_by_copies(layers.GroupNormalization, when=can_broadcast)
+def group_normalization(layer, own, inputs):
+    """γ and β per example, which Keras lays along the groups."""
+    return {**dict(_affine(layer, own)), **broadcast_by_row(layer)}
+
+
+def _affine(layer, own):
+    for name in ("gamma", "beta"):
+        if getattr(layer, name) is not None:
+            yield name, own(getattr(layer, name), tf.float32)
 
 
 if hasattr(layers, "RMSNormalization"):
 
-    @rule(layers.RMSNormalization)
-    def rms_normalization(layer, deltas, inputs):
-        """γ Σ (output at γ = 1) · b; Keras broadcasts γ to the last axes, whatever `axis` says."""
-        normalized = _without_weights(layer, inputs, layer.scale)
-        yield layer.scale, _sum_to(normalized * tf.cast(deltas, tf.float32), layer.scale.shape)
+    @rule_by_copies(layers.RMSNormalization)
+    def rms_normalization(layer, own, inputs):
+        """γ, which Keras broadcasts to the last axes, whatever `axis` says."""
+        return {"scale": broadcastable(own(layer.scale, tf.float32), inputs.shape.rank)}
+
+
+def broadcastable(copies, rank):
+    """Copies (B, *shape) as (B, 1, ..., *shape): they broadcast where the weight alone would."""
+    rows, *shape = sizes_of(copies)
+    return tf.reshape(copies, (rows, *(1,) * (rank - 1 - len(shape)), *shape))
 
 
 @rule(layers.PReLU)
 def prelu(layer, deltas, inputs):
     """α Σ −max(−x, 0) · b."""
     negative = -tf.nn.relu(-tf.cast(inputs, tf.float32))
-    yield layer.alpha, _sum_to(negative * tf.cast(deltas, tf.float32), layer.alpha.shape)
+    yield layer.alpha, sum_to(negative * tf.cast(deltas, tf.float32), layer.alpha.shape)

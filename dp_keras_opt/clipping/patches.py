@@ -1,10 +1,27 @@
 """What the window of a convolution sees, place by place."""
 
+import contextlib
+import contextvars
 import math
 
 import tensorflow as tf
 
 from dp_keras_opt.clipping.factors import sizes_of
+
+_COMPILED = contextvars.ContextVar("_COMPILED", default=True)
+
+#: From so many places on, TensorFlow's own kernel, called row by row, beats gathering the window.
+_MANY_PLACES = 196
+
+
+@contextlib.contextmanager
+def compiled(by_xla):
+    """Says whether XLA compiles what is traced in this block."""
+    token = _COMPILED.set(by_xla)
+    try:
+        yield
+    finally:
+        _COMPILED.reset(token)
 
 
 def channels_last(layer, tensor):
@@ -36,9 +53,17 @@ def depthwise_gradients(layer, images, deltas, shape):
     """Per-example gradients (B, *shape) of a depthwise kernel (*window, channels, multiplier)."""
     *_, channels, multiplier = shape
     rows, *places, _ = sizes_of(deltas)
-    deltas = tf.cast(deltas, tf.float32)
+    images, deltas = tf.cast(images, tf.float32), tf.cast(deltas, tf.float32)
+    if _has_kernel(layer, deltas):
+
+        def of_row(row):
+            image, delta = (tensor[None] for tensor in row)
+            strides, padding = (1, *layer.strides, 1), layer.padding.upper()
+            return tf.nn.depthwise_conv2d_backprop_filter(image, shape, delta, strides, padding)
+
+        return tf.map_fn(of_row, (images, deltas), fn_output_signature=tf.float32)
     deltas = tf.reshape(deltas, (rows, math.prod(places), channels, multiplier))
-    pixels, seen = _pixels(tf.cast(images, tf.float32)), _seen(layer, images)
+    pixels, seen = _pixels(images), _seen(layer, images)
 
     def entry(place_seen):
         window = tf.gather(pixels, place_seen, axis=1)
@@ -46,6 +71,19 @@ def depthwise_gradients(layer, images, deltas, shape):
 
     entries = [entry(seen[:, index]) for index in range(math.prod(layer.kernel_size))]
     return tf.reshape(tf.stack(entries, axis=1), (rows, *shape))
+
+
+def _has_kernel(layer, deltas):
+    """Whether TensorFlow has a kernel for the gradient in a depthwise kernel, and a fast one."""
+    places = deltas.shape[1:-1]
+    return (
+        not _COMPILED.get()  # XLA's own takes seconds on the CPU
+        and not tf.config.list_physical_devices("GPU")  # which would wait for each row
+        and len(set(layer.strides)) == 1
+        and set(layer.dilation_rate) == {1}
+        and places.rank == 2
+        and (places.num_elements() or 0) >= _MANY_PLACES
+    )
 
 
 def _pixels(images):

@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import dp_keras_opt as dp
-from dp_keras_opt.clipping import Batch, Query, clipped_sums, explain, factors
+from dp_keras_opt.clipping import Batch, Query, clipped_sums, explain, factors, patches
 from dp_keras_opt.clipping.clipped_sum import clip_factor, per_example_gradients
 from dp_keras_opt.clipping.engines import engines_for
 from dp_keras_opt.clipping.factors import OuterProducts
@@ -544,6 +544,51 @@ def test_convolution(
     check(around(layer, x), x, path)
 
 
+@pytest.mark.parametrize("padding", ["valid", "same"])
+@drawn(
+    4,
+    window=st.tuples(st.integers(1, 3), st.integers(2, 3)),
+    groups=st.integers(1, 2),
+    channels=st.integers(1, 2),
+    filters=st.integers(1, 2),
+    use_bias=st.booleans(),
+    channels_first=st.booleans(),
+)
+def test_standardized_convolution(
+    path, padding, window, groups, channels, filters, use_bias, channels_first
+):
+    layer = dp.layers.StandardizedConv2D(
+        groups * filters,
+        window,
+        padding=padding,
+        groups=groups,
+        use_bias=use_bias,
+        activation="tanh",
+        epsilon=0.1,
+        **data_format(channels_first),
+    )
+    x = images(2, groups * channels, channels_first)
+    assume(not bias_may_go_astray(layer, x))
+    check(around(layer, x), x, path)
+
+
+def test_what_standardizing_takes_from_a_gradient_is_not_missing_from_its_norm():
+    """Of a gradient along the kernel nothing is left but rounding, which the norm covers."""
+    layer = dp.layers.StandardizedConv2D(2, 3, epsilon=1e-6)
+    layer.build((None, 5, 5, 2))
+    standardized, deviation = layer.standardized(layer.kernel)
+    along = tf.stack([standardized * 1e4, tf.ones_like(standardized) * 1e4])
+    inner = factors.DenseGradients(along)
+    factor = factors.Mapped(inner, layer.gradient_of_kernel, 1.0 / deviation)
+    exact = layer.gradient_of_kernel(tf.cast(along, tf.float32)).numpy()
+    least = np.sqrt((exact.astype("float64") ** 2).sum(axis=(1, 2, 3, 4)))
+    for norm in (np.sqrt(factor.squared_norm()), factor.l1_norm().numpy()):
+        assert (norm >= least).all()
+        assert (norm < 1e-4 * np.linalg.norm(along / deviation)).all()  # nearly all is away
+    released = factor.weighted_sum(tf.constant([1.0, 0.0]))
+    assert np.linalg.norm(released) <= np.sqrt(factor.squared_norm()[0])
+
+
 def data_format(channels_first):
     return {"data_format": "channels_first" if channels_first else "channels_last"}
 
@@ -618,6 +663,29 @@ def test_depthwise_and_separable_convolution(
     x = images(rank, channels, channels_first)
     assume(not bias_may_go_astray(layer, x))
     check(around(layer, x), x, path)
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="for the CPU")
+@pytest.mark.parametrize("separable", [False, True], ids=["depthwise", "separable"])
+@pytest.mark.parametrize("padding", ["valid", "same"])
+@pytest.mark.parametrize("strides", [1, 2])
+def test_depthwise_gradients_by_the_kernel_of_tensorflow(padding, strides, separable, monkeypatch):
+    """Row by row, as many places make it worth while."""
+    served = []
+
+    def has_kernel(layer, deltas):
+        served.append(original(layer, deltas))
+        return served[-1]
+
+    original = patches._has_kernel
+    monkeypatch.setattr(patches, "_MANY_PLACES", 1)
+    monkeypatch.setattr(patches, "_has_kernel", has_kernel)
+    x, options = normal(6, 7, 3), {"padding": padding, "strides": strides, "depth_multiplier": 2}
+    kind = SEPARABLE[1](3, (3, 2), **options) if separable else DEPTHWISE[1]((3, 2), **options)
+    check(around(kind, x), x)
+    assert served and all(served)
+    with patches.compiled(by_xla=True):
+        assert not original(kind, tf.zeros((1, 6, 6, 3)))
 
 
 TRANSPOSED = [layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose]

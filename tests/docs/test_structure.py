@@ -11,7 +11,7 @@ ROOT = pathlib.Path(dp_keras_opt.__file__).parent
 ROOMS = (
     "types", "version", "deprecation", "checks", "files", "references", "tables", "identifiers",
     "_keras", "workers",
-    "checksums", "provenance", "theory", "clipping", "noise", "accounting", "data", "optimizers",
+    "checksums", "provenance", "theory", "layers", "clipping", "noise", "accounting", "data", "optimizers",
     "training", "model", "counterpart", "replicas", "filters", "plots", "callbacks", "serving",
     "audit", "tuning", "", "cli", "__main__",
 )  # fmt: skip

@@ -16,6 +16,7 @@ from dp_keras_opt.clipping import per_example, state_changes, validation
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.engines import Engines, engines_for
+from dp_keras_opt.clipping.layer_rules import goes_by_name
 from dp_keras_opt.clipping.normalization import names
 from dp_keras_opt.clipping.self_check.engine_check import wrong_variables
 from dp_keras_opt.clipping.self_check.independence import check_independence, is_random_in_inference
@@ -213,6 +214,14 @@ def _right_engines(model, per_example_loss, batches, before, is_random):
                 f"The per-example gradients of {wrong} cannot be computed, not even by running the "
                 f"model one example at a time: {reason}."
             )
+        for layer in layers:
+            if layer in engines.ruled and goes_by_name(layer):  # later versions may change a class
+                warnings.warn(
+                    f"The rule for {type(layer).__name__} '{layer.name}' does not hold for this "
+                    f"version of {type(layer).__module__} or this use of it ({reason}); the layer "
+                    "is run one example at a time instead. This is exact, but slower.",
+                    stacklevel=2,
+                )
         engines = engines.demote(layers, model, reason)
         first = next((causes[id(layer)] for layer in layers if id(layer) in causes), None)
         for unit in engines.general:
@@ -242,6 +251,8 @@ def _failures(model, compare, engines):
         return paths, [failure.layer], str(failure)
     served = (*engines.ruled, *engines.general)
     layers = [s for s in served if any(v.path in wrong for v in trained_in(s))]
-    layers = layers or [model] * bool(wrong)
-    named = names([layer.name for layer in layers])
-    return wrong, layers, f"layer {named}: the sum of the gradients is not that of the batch"
+    # A class that has changed may give other outputs with copies, by which all others seem wrong.
+    named = [layer for layer in layers if layer in engines.ruled and goes_by_name(layer)]
+    layers = named or layers or [model] * bool(wrong)
+    blamed = names([layer.name for layer in layers])
+    return wrong, layers, f"layer {blamed}: the sum of the gradients is not that of the batch"

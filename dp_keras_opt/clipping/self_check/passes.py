@@ -11,9 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt._keras import adds_losses, layers_of, method_of_call, trained_in
+from dp_keras_opt._keras import adds_losses, layers_of, method_of_call, patched, trained_in
 from dp_keras_opt.clipping.batch import Batch
-from dp_keras_opt.clipping.book_keeping import patched
 from dp_keras_opt.clipping.per_example import children, runs_loop
 from dp_keras_opt.clipping.state_changes import Snapshot, seeds
 
