@@ -4,6 +4,8 @@
     python3.11 benchmarks/compare.py --scaling            # and the mlp in batches of 64 to 4096
     python3.11 benchmarks/compare.py --workloads --scaling mlp cnn       # this only, of two
     python3.11 benchmarks/compare.py --workloads --pieces                # one batch of 65,536
+    python3.11 benchmarks/compare.py --workloads gpt2 --contenders keras_plain dp_keras:dpsgd \
+        dp_keras:post_processing                          # a language model
     python benchmarks/compare.py --device gpu             # Keras and this library, with XLA
     python benchmarks/compare.py --here --quick           # a smoke test of these two
 
@@ -32,7 +34,7 @@ import sys
 import report
 from contenders import BENCHMARKS, CONTENDERS, REPOSITORY, Worker, pythons, say
 from report import Row
-from workloads import WORKLOADS
+from workloads import SMALL, WORKLOADS
 
 BATCH_SIZES = (64, 256, 1024, 4096)
 
@@ -158,7 +160,7 @@ def parse(arguments):
     workers = list(dict.fromkeys(contender.worker for contender in CONTENDERS))
     names = workers + [contender.name for contender in CONTENDERS]
     add = parser.add_argument
-    add("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS), help="all")
+    add("--workloads", nargs="*", choices=WORKLOADS, default=list(SMALL), help="all but gpt2")
     add("--contenders", nargs="+", choices=names, default=workers, metavar="WORKER[:VARIANT]",
         help=", ".join(names))  # fmt: skip
     add("--scaling", nargs="*", choices=WORKLOADS, help="workloads in several batch sizes; mlp")

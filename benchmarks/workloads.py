@@ -47,4 +47,12 @@ WORKLOADS = {
         "2 pre-norm blocks, d = 128, 4 heads, ff = 512, 64 tokens of 2000, next-token loss",
         32, 918_992, (64,), 2000, "tokens",
     ),
+    "gpt2": Workload(
+        "the shape of GPT-2 small: 12 pre-norm blocks, d = 768, 12 heads, ff = 3072, 128 tokens of "
+        "50,257, tied head, next-token loss",
+        4, 123_751_680, (128,), 50_257, "tokens",
+    ),
 }  # fmt: skip
+
+#: Those that every library has, and that take seconds.
+SMALL = ("mlp", "cnn", "bow500", "transformer")

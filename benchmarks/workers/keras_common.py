@@ -25,17 +25,27 @@ def bow500(layers, inputs):
 
 
 def transformer(layers, inputs):
+    table = layers.Embedding(2000, 128)
+    return layers.Dense(2000)(blocks(layers, inputs, table, 128, 2, 4))
+
+
+def gpt2(layers, inputs):
+    table = layers.ReversibleEmbedding(50_257, 768)
+    return table(blocks(layers, inputs, table, 768, 12, 12), reverse=True)
+
+
+def blocks(layers, inputs, table, width, number, heads):
+    """What a decoder makes of tokens, before its head."""
     positions = inputs * 0 + np.arange(inputs.shape[1], dtype="int32")
-    hidden = layers.Embedding(2000, 128)(inputs)
-    hidden = hidden + layers.Embedding(inputs.shape[1], 128)(positions)
-    for _ in range(2):
+    hidden = table(inputs) + layers.Embedding(inputs.shape[1], width)(positions)
+    for _ in range(number):
         normed = layers.LayerNormalization(epsilon=1e-5)(hidden)
-        attention = layers.MultiHeadAttention(4, 32)
+        attention = layers.MultiHeadAttention(heads, width // heads)
         hidden = hidden + attention(normed, normed, use_causal_mask=True)
         normed = layers.LayerNormalization(epsilon=1e-5)(hidden)
-        wide = layers.Dense(512, activation="gelu")(normed)
-        hidden = hidden + layers.Dense(128)(wide)
-    return layers.Dense(2000)(layers.LayerNormalization(epsilon=1e-5)(hidden))
+        wide = layers.Dense(4 * width, activation="gelu")(normed)
+        hidden = hidden + layers.Dense(width)(wide)
+    return layers.LayerNormalization(epsilon=1e-5)(hidden)
 
 
 def inputs_and_outputs(keras, name, workload):

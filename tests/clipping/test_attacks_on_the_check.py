@@ -107,6 +107,36 @@ def test_a_row_alone_is_compared_behind_recurrent_layers(dropout):
     _check(model, _form(3, 2), words="'divides'.*mixes")
 
 
+class _Experts(layers.Layer):
+    """A mixture of experts, whose tensors have the experts first; or their capacity is shared."""
+
+    def __init__(self, number, capacity=None, **kwargs):
+        super().__init__(**kwargs)
+        self.number, self.capacity = number, capacity
+        self.router = layers.Dense(number, activation="softmax")
+        self.experts = layers.EinsumDense("ebd,edh->ebh", (number, None, 4), name="experts")
+
+    def build(self, shape):
+        self.router.build(shape)
+        self.experts.build((self.number, *shape))
+
+    def call(self, inputs):
+        shares = ops.transpose(self.router(inputs))  # experts, rows
+        if self.capacity is not None:
+            shares = ops.where(ops.cumsum(ops.ones_like(shares), 1) > self.capacity, 0.0, shares)
+        each = self.experts(ops.repeat(inputs[None], self.number, axis=0))
+        return ops.sum(each * shares[..., None], axis=0)
+
+
+@pytest.mark.parametrize("number", [2, 3, 17])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_experts_as_many_as_the_check_has_rows(number, capacity):
+    inputs = keras.Input((2,))
+    hidden = _Experts(number, capacity)(inputs)
+    model = _compiled(dp.DPModel(inputs, layers.Dense(1)(hidden)))
+    _check(model, _form(2), words="mixes" if capacity else None)
+
+
 @pytest.mark.parametrize("mixes", [True, False])
 def test_two_towers(mixes):
     users, of_users = _ids("string")

@@ -11,9 +11,9 @@ ROOT = pathlib.Path(dp_keras_opt.__file__).parent
 ROOMS = (
     "types", "version", "deprecation", "checks", "files", "references", "tables", "identifiers",
     "_keras", "workers",
-    "checksums", "provenance", "theory", "layers", "clipping", "noise", "accounting", "data", "optimizers",
-    "training", "model", "counterpart", "replicas", "filters", "plots", "callbacks", "serving",
-    "audit", "tuning", "", "cli", "__main__",
+    "checksums", "provenance", "theory", "layers", "clipping", "noise", "accounting", "data",
+    "optimizers", "training", "model", "counterpart", "replicas", "filters", "plots", "callbacks",
+    "serving", "audit", "tuning", "", "cli", "__main__",
 )  # fmt: skip
 
 

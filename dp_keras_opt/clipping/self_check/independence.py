@@ -67,7 +67,14 @@ def check_independence(
         _refuse("The loss", "Return one value per example, without the mean.")
     first = passes.run(batch, before)
     before_it, it, after_it = slice(row), slice(row, row + 1), slice(row + 1, None)
-    _compare(first, other, [(before_it, before_it), (after_it, after_it)])
+
+    def has_rows(place):
+        """Whether what a layer gives has a row for each, and not as many of something else."""
+        fewer = tf.nest.map_structure(lambda t: None if t is None else t[1:], batch)
+        seen = passes.run(fewer, before).seen
+        return place >= len(seen) or seen[place][1].shape[:1] == (rows - 1,)
+
+    _compare(first, other, [(before_it, before_it), (after_it, after_it)], has_rows)
     if alone_in is not None:
         training = alone_in == "training"
         if not training:
@@ -82,8 +89,10 @@ def check_independence(
         )
 
 
-def _compare(first, second, places, other_kernels=False):
+def _compare(first, second, places, has_rows=lambda place: True, other_kernels=False):
     """Compares rows of one pass with rows of another: (which of these, which of those).
+
+    Layers of whose tensor, by its place, `has_rows` is False are not compared.
 
     With `other_kernels`, sums may be taken in another order. What is left where their terms cancel
     has errors that are relative to what is left elsewhere: to the rows of the first pass, which are
@@ -94,9 +103,10 @@ def _compare(first, second, places, other_kernels=False):
         error = 1e-5 * _usual(one) if other_kernels else 0.0
         return all(_equal(one[this], other[that], error) for this, that in places)
 
-    for (name, one), (_, other) in zip(first.seen, second.seen, strict=False):
-        have_rows = one.shape[:1] == first.losses.shape and other.shape[:1] == second.losses.shape
-        if have_rows and one.shape[1:] == other.shape[1:] and not same(one, other):
+    for place, ((name, one), (_, other)) in enumerate(zip(first.seen, second.seen, strict=False)):
+        alike = one.shape[:1] == first.losses.shape and other.shape[:1] == second.losses.shape
+        alike = alike and one.shape[1:] == other.shape[1:]
+        if alike and not same(one, other) and has_rows(place):
             _refuse(f"Layer '{name}' (or an operation just before it)")
     if not same(first.losses, second.losses):
         _refuse("The loss")
