@@ -114,7 +114,7 @@ class _Experts(layers.Layer):
         super().__init__(**kwargs)
         self.number, self.capacity = number, capacity
         self.router = layers.Dense(number, activation="softmax")
-        self.experts = layers.EinsumDense("ebd,edh->ebh", (number, None, 4), name="experts")
+        self.experts = layers.EinsumDense("ebd,edh->ebh", (None, 4), name="experts")
 
     def build(self, shape):
         self.router.build(shape)
