@@ -9,6 +9,8 @@ from keras import ops
 
 from dp_keras_opt.checks import is_number
 
+__all__ = ["StandardizedConv2D"]
+
 _OF_FILTER = (-4, -3, -2)  # the axes of a kernel that one filter has
 
 

@@ -138,11 +138,8 @@ def recording(engines, num_rows, count):
 
 
 def _recorder(layer, calls, repeated, num_rows, count, engines):
-    forward, rule, numbers = (
-        getattr(layer, method_of_call(layer)),
-        rule_for(layer),
-        itertools.count(),
-    )
+    forward, rule = getattr(layer, method_of_call(layer)), rule_for(layer)
+    numbers = itertools.count()
 
     def is_for_all(inputs):
         """Whether it is called on the same for all rows, as on positions: (T,) or (1, T).
@@ -151,10 +148,11 @@ def _recorder(layer, calls, repeated, num_rows, count, engines):
         """
         if not rule.for_all or engines.splits is None:
             return False
-        shape = tuple(getattr(inputs, "shape", ()))
-        alike = shape[0] == 1 if len(shape) == 2 else len(shape) == 1 and shape[0] != num_rows
-        found = alike and None not in (shape[0], num_rows) and num_rows != 1
-        return engines.splits.setdefault((id(layer), next(numbers)), found)
+        shape, place = tuple(getattr(inputs, "shape", ())), (id(layer), next(numbers))
+        if place not in engines.splits and None not in (*shape, num_rows) and num_rows != 1:
+            alike = shape[0] == 1 if len(shape) == 2 else len(shape) == 1 and shape[0] != num_rows
+            engines.splits[place] = alike
+        return engines.splits.get(place, False)
 
     def call(inputs, *args, **kwargs):
         products = []

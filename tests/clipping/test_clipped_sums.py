@@ -350,14 +350,15 @@ def test_an_example_cannot_hide_its_norm_in_the_rounding():
 
 @keras.saving.register_keras_serializable(package="test")
 class TokenAndPosition(layers.Layer):
-    """As in many tutorials: one of its embeddings is called on positions, which have no rows."""
+    """One of its embeddings is called on positions, in a way that leaves no place for rows."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.token, self.position = layers.Embedding(7, 4), layers.Embedding(6, 4)
 
     def call(self, ids):
-        return self.token(ids) + self.position(keras.ops.arange(ids.shape[1]))
+        positions = self.position(keras.ops.arange(ids.shape[1]))
+        return self.token(ids) + keras.ops.reshape(positions, (1, ids.shape[1], 4))
 
 
 def test_where_a_rule_fails_only_the_layer_around_it_is_run_one_example_at_a_time():
