@@ -24,6 +24,9 @@ class Distribution(NamedTuple):
 #: So many numbers are drawn at once for several variables, at most.
 _TOGETHER = 2**18
 
+#: And so many of a large variable: a draw takes several times the memory of what it gives.
+_AT_ONCE = 2**20
+
 
 def drawn(source, distribution, shapes):
     """Independent draws of these static shapes; those of small ones are cut from one draw.
@@ -35,7 +38,7 @@ def drawn(source, distribution, shapes):
     def cut():
         sizes = [math.prod(shape) for shape in small]
         if len(small) == 1:
-            found.append(source.draw(distribution, *small))
+            found.append(_draw(source, distribution, *small))
         else:
             draws = tf.split(source.draw(distribution, (sum(sizes),)), sizes)
             found.extend(map(tf.reshape, draws, small))
@@ -48,6 +51,23 @@ def drawn(source, distribution, shapes):
     if small:
         cut()
     return found
+
+
+def _draw(source, distribution, shape):
+    """One draw of this shape, in blocks where it is large; each of them is fresh."""
+    size = math.prod(shape)
+    if size <= _AT_ONCE:
+        return source.draw(distribution, shape)
+    number = -(-size // _AT_ONCE)
+
+    def add(block, draws):
+        return block + 1, draws.write(block, source.draw(distribution, (_AT_ONCE,)))
+
+    draws = tf.TensorArray(source.dtype, number, element_shape=(_AT_ONCE,))
+    _, draws = tf.while_loop(
+        lambda block, _: block < number, add, (0, draws), parallel_iterations=1
+    )
+    return tf.reshape(tf.reshape(draws.concat(), (-1,))[:size], shape)
 
 
 def sum_of_two(source, shape, radius):

@@ -87,6 +87,7 @@ def checked_engines(
         away = _elsewhere(model, assignments, weights, before, lambda at: passes.why_not(wide, at))
         _check_lengths(model, passes, synthetic, wide, (before, away), is_random)
         _check_rows(passes, synthetic, wide, (before, away), is_random, most)
+        del away  # as large as the model
         engines = _right_engines(model, per_example_loss, (narrow, wide), before, is_random)
     finally:
         before.shift = 0
@@ -142,11 +143,14 @@ def _elsewhere(model, assignments, weights, before, why_not):
     for size in (1.0, 0.1):
         before.put_back()
         for variable in weights:
-            value = np.asarray(tf.convert_to_tensor(variable), np.float64)
+            value = np.asarray(tf.convert_to_tensor(variable), np.float32)
             usual = max(1, math.prod(value.shape[:-1])) ** -0.5 if value.ndim > 1 else 0.5
-            moved = random.normal(size=value.shape) * max(usual, np.sqrt(np.mean(value**2)))
-            moved = moved if id(variable) in trained else abs(moved)
-            variable.assign(tf.cast(value + size * moved, variable.dtype))
+            moved = random.standard_normal(value.shape, np.float32)  # in place: it may be large
+            moved *= size * max(usual, float(np.linalg.norm(value)) / max(1, value.size) ** 0.5)
+            if id(variable) not in trained:
+                np.abs(moved, out=moved)
+            moved += value
+            variable.assign(tf.cast(moved, variable.dtype))
         away = state_changes.Snapshot(model, assignments, weights)
         if why_not(away) is None:
             return away
