@@ -44,7 +44,7 @@ class StandardizedConv2D(keras.layers.Conv2D):
             raise ValueError(f"epsilon must be a number > 0; received {epsilon!r}.")
         self.epsilon = float(epsilon)
 
-    def build(self, input_shape):
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
         super().build(input_shape)
         if self.kernel.shape.num_elements() == self.filters:
             raise ValueError(
@@ -52,7 +52,7 @@ class StandardizedConv2D(keras.layers.Conv2D):
                 "standardized. Use keras.layers.Conv2D here."
             )
 
-    def convolution_op(self, inputs, kernel):
+    def convolution_op(self, inputs: Any, kernel: Any) -> Any:
         standardized, _ = self.standardized(kernel)
         return super().convolution_op(inputs, ops.cast(standardized, inputs.dtype))
 
@@ -76,5 +76,5 @@ class StandardizedConv2D(keras.layers.Conv2D):
             "or use keras.layers.Conv2D."
         )
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"epsilon": self.epsilon}
