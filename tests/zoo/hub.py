@@ -1,0 +1,91 @@
+"""Models of keras_hub: those of tests/hub with a loss, with LoRA, and some with pictures."""
+
+import importlib
+
+import keras
+import numpy as np
+
+from tests.zoo.example import Example, classes, classifier, integers, numbers
+
+#: The models of tests/hub.
+NAMES = (
+    "bert", "bert_masked_lm", "distil_bert", "roberta", "deberta", "gpt2", "gemma", "gemma3",
+    "llama3", "mistral", "phi3", "qwen", "qwen3", "t5", "whisper", "vit", "clip",
+)  # fmt: skip
+
+
+def of_tests(name, lora=None):
+    """A model of tests/hub, whose outputs are to be as random numbers are."""
+    task, x = getattr(importlib.import_module("tests.hub.models"), name)()
+    if lora:
+        task.backbone.enable_lora(lora)
+    model = keras.Model(task.input, task.output)  # without a `train_step` of its own
+    y = np.random.default_rng(4).normal(size=model(x).shape).astype("float32")
+    return Example(model, x, y)
+
+
+def _with_head(backbone, size=32):
+    inputs = keras.Input((size, size, 3))
+    hidden = backbone(inputs)
+    pooled = keras.layers.GlobalAveragePooling2D()(hidden)
+    return classifier(inputs, pooled, numbers(size, size, 3))
+
+
+def _resnet():
+    import keras_hub
+
+    return keras_hub.models.ResNetBackbone(
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[3],
+        stackwise_num_filters=[64, 64],
+        stackwise_num_blocks=[1, 1],
+        stackwise_num_strides=[1, 2],
+        block_type="basic_block",
+        image_shape=(32, 32, 3),
+    )
+
+
+def resnet():
+    return _with_head(_resnet())
+
+
+def segformer():
+    """Segmentation of pictures; batch normalization is in its decoder."""
+    import keras_hub
+
+    encoder = keras_hub.models.MiTBackbone(
+        layerwise_depths=[1, 1, 1, 1],
+        num_layers=4,
+        layerwise_num_heads=[1, 2, 2, 2],
+        layerwise_sr_ratios=[4, 2, 1, 1],
+        max_drop_path_rate=0.0,
+        layerwise_patch_sizes=[7, 3, 3, 3],
+        layerwise_strides=[4, 2, 2, 2],
+        image_shape=(64, 64, 3),
+        hidden_dims=[4, 8, 12, 16],
+    )
+    backbone = keras_hub.models.SegFormerBackbone(image_encoder=encoder, projection_filters=8)
+    return _segments(backbone, 64)
+
+
+def deeplab():
+    """Segmentation by pooling over wider and wider neighbourhoods."""
+    import keras_hub
+
+    backbone = keras_hub.models.DeepLabV3Backbone(
+        image_encoder=_resnet(),
+        spatial_pyramid_pooling_key="P3",
+        low_level_feature_key="P2",
+        dilation_rates=[2, 4],
+        upsampling_size=2,
+        projection_filters=8,
+        image_shape=(32, 32, 3),
+    )
+    return _segments(backbone)
+
+
+def _segments(backbone, size=32):
+    inputs = keras.Input((size, size, 3))
+    model = keras.Model(inputs, keras.layers.Conv2D(3, 1, name="head")(backbone(inputs)))
+    y = integers(3, *model.output_shape[1:3], seed=1)
+    return Example(model, numbers(size, size, 3), y, classes())
