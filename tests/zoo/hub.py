@@ -5,7 +5,7 @@ import importlib
 import keras
 import numpy as np
 
-from tests.zoo.example import Example, classes, classifier, integers, numbers
+from tests.zoo.example import ROWS, Example, classes, classifier, integers, numbers
 
 #: The models of tests/hub.
 NAMES = (
@@ -15,13 +15,46 @@ NAMES = (
 
 
 def of_tests(name, lora=None):
-    """A model of tests/hub, whose outputs are to be as random numbers are."""
+    """A model of tests/hub."""
     task, x = getattr(importlib.import_module("tests.hub.models"), name)()
     if lora:
         task.backbone.enable_lora(lora)
+    return _to_random_numbers(task, x)
+
+
+def _to_random_numbers(task, x):
+    """A model whose outputs are to be as random numbers are."""
     model = keras.Model(task.input, task.output)  # without a `train_step` of its own
     y = np.random.default_rng(4).normal(size=model(x).shape).astype("float32")
     return Example(model, x, y)
+
+
+def gpt_oss():
+    return _of_experts("GptOss")
+
+
+def mixtral():
+    """Adds a loss for experts that the whole batch uses unequally."""
+    return _of_experts("Mixtral", dropout=0.0)
+
+
+def _of_experts(family, **options):
+    import keras_hub
+
+    backbone = getattr(keras_hub.models, f"{family}Backbone")(
+        vocabulary_size=40,
+        num_layers=1,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=8,
+        intermediate_dim=12,
+        num_experts=4,
+        top_k=2,
+        **options,
+    )
+    task = getattr(keras_hub.models, f"{family}CausalLM")(backbone=backbone, preprocessor=None)
+    x = {"token_ids": integers(40, 6), "padding_mask": np.ones((ROWS, 6), "int32")}
+    return _to_random_numbers(task, x)
 
 
 def _with_head(backbone, size=32):

@@ -78,21 +78,21 @@ class Mixture(layers.Layer):
         return ops.einsum("bte,btej->btj", self.gate(inputs), self.experts(inputs))
 
 
-class StackedMixture(layers.Layer):
-    """A mixture whose experts are the first axis of one weight."""
+class ExpertsFirst(Mixture):
+    """The same with the experts on the first axis, as models of keras_hub have them."""
 
     def __init__(self, experts, units, **kwargs):
-        super().__init__(**kwargs)
-        self.shape = experts, units
-        self.gate = layers.Dense(experts, activation="softmax")
+        super().__init__(experts, units, **kwargs)
+        self.number = experts
+        sizes = {"output_shape": (None, None, units), "activation": "relu"}
+        self.experts = layers.EinsumDense("ebti,eij->ebtj", **sizes)
 
     def build(self, shape):
-        experts, units = self.shape
         self.gate.build(shape)
-        self.kernel = self.add_weight(shape=(experts, shape[-1], units), name="kernel")
+        self.experts.build((self.number, *shape))
 
     def call(self, inputs):
-        outputs = ops.relu(ops.einsum("bti,eij->ebtj", inputs, self.kernel))
+        outputs = self.experts(ops.repeat(inputs[None], self.number, axis=0))
         return ops.einsum("bte,ebtj->btj", self.gate(inputs), outputs)
 
 
@@ -100,12 +100,8 @@ def mixture_of_experts():
     return _mixed(Mixture(4, 6))
 
 
-def mixture_of_three_experts():
-    return _mixed(Mixture(3, 6))
-
-
-def stacked_mixture_of_experts():
-    return _mixed(StackedMixture(4, 6))
+def mixture_with_experts_first():
+    return _mixed(ExpertsFirst(4, 6))
 
 
 def _mixed(mixture):

@@ -70,7 +70,7 @@ class Tried(NamedTuple):
         model: the private one, None if it was refused.
         example: the `Example`, of the model that `fix` made where it was needed.
         outcome, message, warned: those of `Result`.
-        served: what `clipping.explain` says, [] if it was refused.
+        served: what `clipping.explain` says, () if it was refused.
         seconds: from `compile` to the end of the first step.
     """
 
@@ -79,7 +79,7 @@ class Tried(NamedTuple):
     outcome: str
     message: str = ""
     warned: str = ""
-    served: list = []
+    served: tuple = ()
     seconds: float | None = None
 
     def differs_from(self, expected):
@@ -107,7 +107,7 @@ def tried(row):
             return Tried(None, example, REFUSED, _line(error))
     found = [str(each.message) for each in caught if each.category is UserWarning]
     warned = " ".join(dict.fromkeys(_line(each) for each in found))
-    served = list(dp.clipping.explain(model))
+    served = tuple(dp.clipping.explain(model))
     return Tried(model, example, outcome, message, warned, served, seconds)
 
 
