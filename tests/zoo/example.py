@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 #: Rows of the batch that a model is tried on.
-ROWS = 8
+BATCH_SIZE = 8
 
 
 class Example(NamedTuple):
@@ -20,17 +20,17 @@ class Example(NamedTuple):
 
 def numbers(*shape, seed=0):
     """Normal numbers, one array of this shape for each row."""
-    return np.random.default_rng(seed).normal(size=(ROWS, *shape)).astype("float32")
+    return np.random.default_rng(seed).normal(size=(BATCH_SIZE, *shape)).astype("float32")
 
 
 def integers(high, *shape, low=0, seed=0):
     """Integers below `high`."""
-    return np.random.default_rng(seed).integers(low, high, (ROWS, *shape)).astype("int32")
+    return np.random.default_rng(seed).integers(low, high, (BATCH_SIZE, *shape)).astype("int32")
 
 
 def words(choices, *shape, seed=0):
     """Strings, drawn from these."""
-    return np.random.default_rng(seed).choice(choices, (ROWS, *shape))
+    return np.random.default_rng(seed).choice(choices, (BATCH_SIZE, *shape))
 
 
 def classes():

@@ -5,7 +5,7 @@ import importlib
 import keras
 import numpy as np
 
-from tests.zoo.example import ROWS, Example, classes, classifier, integers, numbers
+from tests.zoo.example import BATCH_SIZE, Example, classes, classifier, integers, numbers
 
 #: The models of tests/hub.
 NAMES = (
@@ -53,7 +53,7 @@ def _of_experts(family, **options):
         **options,
     )
     task = getattr(keras_hub.models, f"{family}CausalLM")(backbone=backbone, preprocessor=None)
-    x = {"token_ids": integers(40, 6), "padding_mask": np.ones((ROWS, 6), "int32")}
+    x = {"token_ids": integers(40, 6), "padding_mask": np.ones((BATCH_SIZE, 6), "int32")}
     return _to_random_numbers(task, x)
 
 

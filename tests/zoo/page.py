@@ -3,8 +3,8 @@
 import csv
 import re
 
-from tests.zoo.catalog import FIXED, REFUSED, ROWS, TRAINS
-from tests.zoo.example import ROWS as BATCH
+from tests.zoo.catalog import FIXED, REFUSED, ROWS, RULE, TRAINS
+from tests.zoo.example import BATCH_SIZE
 from tests.zoo.trial import SMALL, Result
 
 NOT_RUN, FAILED = "not run yet", "failed"
@@ -30,7 +30,7 @@ fails where anything else comes of it.
   as it was.
 - **engines**: how many layers are served by their rule, and which are run one example at a time.
 - **step**: milliseconds of a step of Keras, of a private one, and their ratio, on {rows} rows;
-  medians of up to 20 steps. Small models show what a step costs at least, whatever it computes.
+  medians of up to 20 steps. Of small models they show what a step costs at least.
 - **first step**: seconds from `compile` to the end of the first step, in which the graph is traced;
   a private model is also checked, once.
 - **error**: of a clipped sum, against the gradients of one example at a time, relative to the
@@ -73,7 +73,7 @@ def text(results):
     """The page on these results."""
     versions = sorted({part for r in results for part in r.versions.split(", ") if part})
     beginning = _BEGINNING.format(
-        rows=BATCH, small=SMALL, versions=", ".join(versions) or "none yet"
+        rows=BATCH_SIZE, small=SMALL, versions=", ".join(versions) or "none yet"
     )
     parts = [
         beginning,
@@ -105,7 +105,7 @@ def _cells(r):
         f"`{r.name}`",
         f"{r.weights:,}",
         {TRAINS: "trains", FIXED: "after fix"}[r.outcome],
-        r.engines,
+        "; ".join(sorted(r.engines.split("; "), key=lambda part: not part.endswith(f" {RULE}"))),
         f"{r.keras_milliseconds:.1f} → {r.private_milliseconds:.1f} ({ratio:.2f})",
         f"{r.keras_first_seconds:.1f} → {r.private_first_seconds:.1f}",
         "" if r.error is None else f"{r.error:.0e}",
@@ -118,7 +118,7 @@ def _refusals(results):
         for r in results
         if r.outcome == REFUSED
     ]
-    intro = "An example could not be told from the others, or would be saved in the model.\n\n"
+    intro = "In each of these the gradient of one example depends on others, or cannot be told.\n\n"
     return _section("Refused", intro, ("model", "of", "why, and what to do instead"), cells)
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.example import ROWS, Example, classes, classifier, integers, numbers, words
+from tests.zoo.example import BATCH_SIZE, Example, classes, classifier, integers, numbers, words
 
 layers, ops = keras.layers, keras.ops
 COLOURS, CITIES = ["red", "green", "blue"], ["Rome", "Oslo", "Lima", "Cairo"]
@@ -116,7 +116,7 @@ def feature_space():
         },
         output_mode="concat",
     )
-    space.adapt(tf.data.Dataset.from_tensor_slices(x).batch(ROWS))
+    space.adapt(tf.data.Dataset.from_tensor_slices(x).batch(BATCH_SIZE))
     hidden = layers.Dense(8, activation="relu")(space.get_encoded_features())
     x = {name: column[:, None] for name, column in x.items()}
     return classifier(space.get_inputs(), hidden, x)

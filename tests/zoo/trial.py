@@ -21,8 +21,7 @@ import dp_keras_opt as dp
 from dp_keras_opt.clipping import Query, clipped_sums
 from tests.helpers.per_example import clip_and_sum, one_at_a_time
 from tests.zoo.catalog import FIXED, REFUSED, ROWS, RULE, TRAINS
-from tests.zoo.example import ROWS as BATCH
-from tests.zoo.example import Example
+from tests.zoo.example import BATCH_SIZE, Example
 
 #: Models of fewer weights are held to gradients of one example at a time.
 SMALL = 100_000
@@ -124,9 +123,13 @@ def _line(error):
 def _first_private_step(example):
     start = time.perf_counter()
     model = dp.make_private(example.model)
-    optimizer = dp.optimizers.DPSGD(1e-3, clip_norm=1.0, noise_multiplier=1.0, batch_size=BATCH)
+    optimizer = dp.optimizers.DPSGD(
+        1e-3, clip_norm=1.0, noise_multiplier=1.0, batch_size=BATCH_SIZE
+    )
     model.compile(optimizer, example.loss)
-    model.sampling = dp.accounting.Sampling.poisson(num_examples=100 * BATCH, batch_size=BATCH)
+    model.sampling = dp.accounting.Sampling.poisson(
+        num_examples=100 * BATCH_SIZE, batch_size=BATCH_SIZE
+    )
     model.train_on_batch(example.x, example.y)
     return model, time.perf_counter() - start
 
@@ -200,7 +203,7 @@ def measured(row):
 def _warm_up():
     """One step of another model: what TensorFlow does once in a process is not timed."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    ones = tf.ones((BATCH, 1))
+    ones = tf.ones((BATCH_SIZE, 1))
     _first_step(Example(model, ones, ones))
 
 
