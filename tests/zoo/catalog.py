@@ -171,6 +171,7 @@ def _rows():
     for name in ("bert", "gpt2", "gemma", "llama3"):
         build, expected = functools.partial(hub.of_tests, name, lora=2), trains(RULE, FROZEN)
         yield Row(family, f"hub_{name}_lora", build, expected, needs)
+    yield Row(family, "hub_bert_with_head", hub.bert_with_head, trains(), needs)
     yield Row(family, "hub_gpt_oss", hub.gpt_oss, trains(RULE, ONE), needs)
     added = "add_loss with a loss that depends on the data.* Put it into the loss"
     yield Row(family, "hub_mixtral", hub.mixtral, refused(added), needs)

@@ -29,6 +29,22 @@ def _to_random_numbers(task, x):
     return Example(model, x, y)
 
 
+def bert_with_head():
+    """A backbone with its dropout, and a head that is no class of keras_hub."""
+    import keras_hub
+
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=40, num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=12
+    )
+    x = _tokens() | {"segment_ids": integers(2, 6)}
+    inputs = {name: keras.Input((6,), dtype="int32", name=name) for name in x}
+    return classifier(inputs, backbone(inputs)["pooled_output"], x)
+
+
+def _tokens():
+    return {"token_ids": integers(40, 6), "padding_mask": np.ones((BATCH_SIZE, 6), "int32")}
+
+
 def gpt_oss():
     return _of_experts("GptOss")
 
@@ -53,8 +69,7 @@ def _of_experts(family, **options):
         **options,
     )
     task = getattr(keras_hub.models, f"{family}CausalLM")(backbone=backbone, preprocessor=None)
-    x = {"token_ids": integers(40, 6), "padding_mask": np.ones((BATCH_SIZE, 6), "int32")}
-    return _to_random_numbers(task, x)
+    return _to_random_numbers(task, _tokens())
 
 
 def _with_head(backbone, size=32):

@@ -32,7 +32,7 @@ fails where anything else comes of it.
 - **step**: milliseconds of a step of Keras, of a private one, and their ratio, on {rows} rows;
   medians of up to 20 steps. Of small models they show what a step costs at least.
 - **first step**: seconds from `compile` to the end of the first step, in which the graph is traced;
-  a private model is also checked, once.
+  a private model is also checked, once. It comes before that of Keras, in the same process.
 - **error**: of a clipped sum, against the gradients of one example at a time, relative to the
   largest entry. Models of less than {small:,} weights that draw no random numbers have one.
 
