@@ -30,7 +30,8 @@ fails where anything else comes of it.
   as it was.
 - **engines**: how many layers are served by their rule, and which are run one example at a time.
 - **step**: milliseconds of a step of Keras, of a private one, and their ratio, on {rows} rows;
-  medians of up to 20 steps. Of small models they show what a step costs at least.
+  medians of up to 20 steps. Of small models they show what a step costs at least; of large ones,
+  the noise, one number for each weight, counts for more than in batches of the usual size.
 - **first step**: seconds from `compile` to the end of the first step, in which the graph is traced;
   a private model is also checked, once. It comes before that of Keras, in the same process.
 - **error**: of a clipped sum, against the gradients of one example at a time, relative to the
