@@ -16,6 +16,21 @@ MIXING = (
     "that example's influence."
 )
 
+_ALONE = (
+    "Remove it from the model, and give it each picture alone, before batches are made: "
+    "dp_keras_opt.data.poisson_batches(..., map=lambda x, y: (layer(x), y))."
+)
+
+#: Layers that mix a batch, and what to do. The last three equalize one histogram of all pictures,
+#: which they do in some draws only, so that running them need not show it.
+_MIXING_LAYERS = {
+    "MixUp": "Remove it from the model.",
+    "CutMix": "Remove it from the model.",
+    "Equalization": _ALONE,
+    "RandAugment": _ALONE,
+    "AugMix": _ALONE,
+}
+
 
 class Problem(NamedTuple):
     """Layers that break per-example clipping.
@@ -77,9 +92,10 @@ def _of(layer: keras.layers.Layer) -> Iterator[Problem]:
     if isinstance(layer, keras.layers.RNN) and layer.stateful:
         what = f"Stateful layer '{layer.name}' carries state from batch to batch and"
         yield Problem((layer.name,), MIXING.format(what=what), "Set stateful=False.")
-    if type(layer).__name__ in ("MixUp", "CutMix"):
-        what = f"{type(layer).__name__} layer '{layer.name}'"
-        yield Problem((layer.name,), MIXING.format(what=what), "Remove it from the model.")
+    mixing = [kind.__name__ for kind in type(layer).__mro__ if kind.__name__ in _MIXING_LAYERS]
+    if mixing:
+        what = f"{mixing[0]} layer '{layer.name}'"
+        yield Problem((layer.name,), MIXING.format(what=what), _MIXING_LAYERS[mixing[0]])
     if getattr(layer, "activity_regularizer", None) is not None:
         yield Problem(
             (layer.name,),

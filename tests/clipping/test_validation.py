@@ -1,6 +1,7 @@
 """What must not train, found by name or by the check on synthetic data before the first step."""
 
 import contextlib
+import warnings
 
 import keras
 import numpy as np
@@ -282,6 +283,44 @@ def _mse(y, y_pred):
 
 def _positions(length):
     return lambda: Positions(length)
+
+
+class _Renamed(layers.RandAugment if hasattr(layers, "RandAugment") else layers.Layer):
+    """A subclass mixes as the class does."""
+
+
+@pytest.mark.parametrize("name", ["MixUp", "CutMix", "Equalization", "RandAugment", "AugMix", None])
+def test_layers_that_mix_pictures_in_some_draws_are_refused_by_name(name):
+    kind = getattr(layers, name or "RandAugment", None)
+    if kind is None:
+        pytest.skip("of later versions of Keras")
+    layer = (_Renamed if name is None else kind)(name="the_culprit")
+
+    class Model(dp.DPModel):  # in which Keras can call all of them
+        def __init__(self):
+            super().__init__()
+            self.augment, self.head = layer, layers.Dense(1)
+
+        def call(self, x):
+            return self.head(ops.mean(self.augment(x), axis=(1, 2)))
+
+    model = Model()
+    with pytest.raises(ValueError, match=f"(?s){name or 'RandAugment'} layer 'the_culprit' mixes"):
+        _compile(model)
+    assert ("map=" in str(dp.clipping.problems(model)[0])) == (name not in ("MixUp", "CutMix"))
+
+
+def test_random_augmentation_is_of_each_picture_alone_in_map():
+    augment = layers.RandAugment(value_range=(0, 1))
+    x = np.random.default_rng(0).uniform(size=(12, 8, 8, 3)).astype("float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = dp.data.poisson_batches(
+            (x, np.zeros(12)), 12, 3, map=lambda x, y: (augment(x, training=True), y)
+        )
+    drawn = [np.asarray(batch[0]) for batch in batches]
+    assert all(each.shape[1:] == x.shape[1:] for each in drawn)
+    assert not np.array_equal(drawn[0][:8], drawn[1][:8])
 
 
 FALLBACKS = {

@@ -88,6 +88,7 @@ _FAMILIES = {
         (text.translation, trains(RULE, ONE)),
         (text.mixture_of_experts, trains()),
         (text.mixture_with_experts_first, trains(RULE, ONE)),
+        (text.three_experts_first, trains(RULE, ONE)),
     ],
     "Tables": [
         (tables.subclassed, trains()),
@@ -108,8 +109,9 @@ _FAMILIES = {
         (pictures.convolutions, trains()),
         (pictures.separable_convolutions, trains()),
         (pictures.augmentation, trains()),
-        # Its histograms are those of a whole batch.
-        (pictures.rand_augment, refused(_IN_THE_BATCH)),
+        # Their histograms are those of a whole batch.
+        (pictures.rand_augment, refused("RandAugment layer .* mixes .* map=lambda")),
+        (pictures.aug_mix, refused("AugMix layer .* mixes .* map=lambda")),
         (pictures.mix_up, refused("MixUp layer 'mix_up' mixes .* Remove it from the model")),
         (pictures.cut_mix, refused("CutMix layer 'cut_mix' mixes .* Remove it from the model")),
         (pictures.vision_transformer, trains()),

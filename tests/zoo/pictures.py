@@ -42,6 +42,10 @@ def rand_augment():
     return _convolved(layers.RandAugment(value_range=(0, 1)))
 
 
+def aug_mix():
+    return _convolved(layers.AugMix(value_range=(0, 1)))
+
+
 def mix_up():
     return _convolved(layers.MixUp())
 

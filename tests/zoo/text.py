@@ -104,6 +104,11 @@ def mixture_with_experts_first():
     return _mixed(ExpertsFirst(4, 6))
 
 
+def three_experts_first():
+    """As many as the check of a model has rows at first."""
+    return _mixed(ExpertsFirst(3, 6))
+
+
 def _mixed(mixture):
     inputs = keras.Input((5, 4))
     hidden = layers.GlobalAveragePooling1D()(mixture(inputs))
