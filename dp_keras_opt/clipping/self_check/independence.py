@@ -85,7 +85,8 @@ def check_independence(
     if passes.added:
         raise ValueError(
             f"Layer '{passes.added[0]}' calls add_loss with a loss that depends on the data, which "
-            "cannot be split into the examples' own losses. Put it into the loss function."
+            "cannot be split into the examples' own losses. Put it into the loss function. If it "
+            "balances experts over the batch, leave it out: layer.add_loss = lambda loss: None."
         )
 
 
