@@ -195,7 +195,7 @@ def _copying_recorder(layer, calls, failures):
         def own(variable, dtype=None):
             weights = tf.convert_to_tensor(variable)
             weights = tf.cast(weights, dtype or weights.dtype)
-            copies = tf.repeat(weights[None], sizes_of(inputs)[0], axis=0)
+            copies = tf.broadcast_to(weights, (sizes_of(inputs)[0], *weights.shape))
             calls.append(Call(layer, copies, lambda g: [(variable, DenseGradients(g))]))
             return copies
 

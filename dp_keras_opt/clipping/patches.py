@@ -2,8 +2,10 @@
 
 import contextlib
 import contextvars
+import functools
 import math
 
+import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.clipping.factors import sizes_of
@@ -12,6 +14,9 @@ _COMPILED = contextvars.ContextVar("_COMPILED", default=True)
 
 #: From so many places on, TensorFlow's own kernel, called row by row, beats gathering the window.
 _MANY_PLACES = 196
+
+#: Numbers in a constant of a graph, at most.
+_CONSTANT = 2**18
 
 
 @contextlib.contextmanager
@@ -95,6 +100,13 @@ def _pixels(images):
 def _seen(layer, images):
     """Which of the pixels each place sees through each entry of the window: (T, window)."""
     dimensions, lengths = len(layer.kernel_size), sizes_of(images)[1:-1]
+    # Where it is known and not large it is one constant of the graph, and not how to compute it.
+    is_known = not any(map(tf.is_tensor, lengths))
+    if is_known and math.prod((*lengths, *layer.kernel_size)) <= _CONSTANT:
+        arange = functools.partial(np.arange, dtype=np.int32)
+        where, reshape = np.where, np.reshape
+    else:
+        arange, where, reshape = tf.range, tf.where, tf.reshape
     index, inside, counts = 0, True, []
     for axis, length in enumerate(lengths):
         size, stride, rate = (
@@ -108,12 +120,12 @@ def _seen(layer, images):
         else:
             before = extent - 1 if layer.padding == "causal" else 0
             count = (length + before - extent) // stride + 1
-        seen = tf.range(count)[:, None] * stride + tf.range(size) * rate - before
+        seen = arange(count)[:, None] * stride + arange(size) * rate - before
         shape = [1] * (2 * dimensions)
         shape[axis], shape[dimensions + axis] = count, size
-        seen = tf.reshape(seen, shape)
+        seen = reshape(seen, shape)
         index = index * length + seen
         inside = inside & (seen >= 0) & (seen < length)
         counts.append(count)
-    table = tf.where(inside, 1 + index, 0)
-    return tf.reshape(table, (math.prod(counts), math.prod(layer.kernel_size)))
+    table = where(inside, 1 + index, 0)
+    return reshape(table, (math.prod(counts), math.prod(layer.kernel_size)))

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
-from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer, debiased
+from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import running_mean
@@ -90,7 +90,7 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
         return running_mean(v, square, self.beta_2)
 
     def corrected(self, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
-        return debiased(v, self.beta_2, steps)
+        return self._debiased(v, self.beta_2, steps)
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
@@ -115,6 +115,5 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
             m = self._momentums[self._get_variable_index(variable)]
             self.assign_add(m, (gradient - m) * (1 - self.beta_1))
             gradient = ops.convert_to_tensor(m)
-            steps = self._steps_in_moments(self.iterations + 1)
-            rate = debiased(rate, self.beta_1, steps)  # instead of m: a scalar
+            rate = self._debiased(rate, self.beta_1, self._steps_taken())  # a scalar, and not m
         self._move(variable, rate * gradient / self._root(variable))

@@ -121,11 +121,35 @@ class AdaptiveOptimizer(PrivateOptimizer):
         pairs = zip(gradients, self.second_moments, strict=True)
         self.second_moment.update(self, released, [ops.cast(g, v.dtype) for g, v in pairs])
 
+    def _step(self, gradients):
+        vars(self)["_shared"] = {}  # past Keras, which would take it for state
+        try:
+            super()._step(gradients)
+        finally:
+            del vars(self)["_shared"]
+
+    def _once(self, name, make):
+        """What `make` gives, which in one step is the same for all variables: computed once."""
+        shared = vars(self).get("_shared", {})
+        if name not in shared:
+            shared[name] = make()
+        return shared[name]
+
+    def _steps_taken(self):
+        """How many steps the moments hold after this one."""
+        return self._once("steps", lambda: self._steps_in_moments(self.iterations + 1))
+
+    def _debiased(self, moment, beta, steps):
+        """A moment without what it has of its start at 0."""
+        is_shared = vars(self).get("_shared", {}).get("steps") is steps
+        factor = self._once(beta, lambda: debias(beta, steps)) if is_shared else debias(beta, steps)
+        return moment * ops.cast(factor, moment.dtype)
+
     def _root(self, variable):
         """What the step of a variable is divided by, from v after this step's update."""
         v = ops.convert_to_tensor(self.geometry_moments[self._get_variable_index(variable)])
-        source, steps = self.second_moment, self._steps_in_moments(self.iterations + 1)
-        return source.root(self, source.estimate(self, v, steps))
+        source = self.second_moment
+        return source.root(self, source.estimate(self, v, self._steps_taken()))
 
     @property
     def second_moment_estimates(self) -> list[tf.Tensor]:
@@ -141,8 +165,8 @@ class AdaptiveOptimizer(PrivateOptimizer):
         return ops.convert_to_tensor(self.geometry_moments[index])
 
 
-def debiased(moment, beta, steps):
-    """moment/(1 − β^steps), 0 before the first step (the moment is 0 then)."""
+def debias(beta, steps):
+    """1/(1 − β^steps), what a moment is multiplied with; it is 0 before the first step."""
     # expm1, because 1 − β^steps loses four of float32's seven digits where β is close to 1.
     weight = -ops.expm1(ops.cast(steps, "float32") * math.log(beta)) if beta else 1.0
-    return moment * ops.cast(1.0 / ops.maximum(weight, 1e-30), moment.dtype)
+    return 1.0 / ops.maximum(weight, 1e-30)
