@@ -11,7 +11,6 @@ Runs in the environment it is started in. Writes `output/buckets/buckets.csv` an
 """
 
 import argparse
-import csv
 import json
 import os
 import pathlib
@@ -19,6 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
+
+import report
 
 LONGEST, MEDIAN, SIGMA, WORDS, WIDTH = 512, 60, 0.8, 2000, 128
 NUM_TEXTS, BATCH, STEPS = 4096, 64, 16
@@ -113,16 +114,7 @@ def main():
     }
     for row in rows:
         row["to padded"] = round(row["texts a second"] / of_padded[row["jit_compile"]], 2)
-    folder = pathlib.Path(arguments.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "buckets.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
-    (folder / "buckets.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print(report.write_plain("buckets", rows, arguments.output))
 
 
 if __name__ == "__main__":

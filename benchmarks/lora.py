@@ -14,11 +14,12 @@ Runs in the environment it is started in. Writes `output/lora/lora.csv` and `lor
 """
 
 import argparse
-import csv
 import pathlib
 import statistics
 import sys
 import time
+
+import report
 
 BLOCKS, WIDTH, HEADS, WORDS, RANK = 4, 256, 4, 2000, 4
 
@@ -117,16 +118,7 @@ def main():
     here = pathlib.Path(__file__).resolve().parent
     sys.path[:0] = [str(here.parent), str(here)]
     rows = [timed(kind, arguments) for kind in arguments.kinds]
-    folder = pathlib.Path(arguments.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lora.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
-    (folder / "lora.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print(report.write_plain("lora", rows, arguments.output))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+import pathlib
 import platform
 import subprocess
 
@@ -38,6 +39,20 @@ def write(name, rows, tables, versions, options):
         writer.writerows(dataclasses.asdict(row) for row in rows)
     text = "\n".join([*heading(versions, options), *tables]) + "\n"
     (options.output / f"{name}.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def write_plain(name, rows, folder):
+    """`rows`, dicts of the same keys, as NAME.csv and as the table NAME.md, which is returned."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    text = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
     return text
 
 
