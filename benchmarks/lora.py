@@ -26,19 +26,12 @@ BLOCKS, WIDTH, HEADS, WORDS, RANK = 4, 256, 4, 2000, 4
 
 def gpt(keras, kind, length):
     """(inputs, outputs) of a GPT in which LoRA trains, and else only the biases of its layers."""
+    from workers.keras_common import blocks
+
     layers = keras.layers
     table = layers.ReversibleEmbedding(WORDS, WIDTH, name="table")
-    positions = layers.Embedding(length, WIDTH, name="positions")
     inputs = keras.Input((length,), dtype="int32")
-    hidden = table(inputs) + positions(keras.ops.arange(length)[None] + 0 * inputs)
-    for _ in range(BLOCKS):
-        normed = layers.LayerNormalization()(hidden)
-        attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS)
-        hidden = hidden + attention(normed, normed, use_causal_mask=True)
-        normed = layers.LayerNormalization()(hidden)
-        wide = layers.Dense(4 * WIDTH, activation="gelu")(normed)
-        hidden = hidden + layers.Dense(WIDTH)(wide)
-    outputs = table(layers.LayerNormalization()(hidden), reverse=True)
+    outputs = table(blocks(layers, inputs, table, WIDTH, BLOCKS, HEADS), reverse=True)
     parts = list(keras.Model(inputs, outputs)._flatten_layers(include_self=False))
     for part in parts:
         if kind == "int8" and isinstance(part, layers.Dense | layers.EinsumDense):

@@ -28,7 +28,8 @@ def _encoder(make, **options):
     )
 
 
-def _decoder(make, **options):
+def decoder(make, **options):
+    """A backbone of a decoder, with what its class needs besides."""
     sizes = {"num_layers": 1, "num_query_heads": 2, "num_key_value_heads": 1}
     return make(vocabulary_size=WORDS, hidden_dim=8, intermediate_dim=12, **sizes, **options)
 
@@ -62,12 +63,12 @@ def gpt2():
 
 
 def gemma():
-    backbone = _decoder(models.GemmaBackbone, head_dim=4)
+    backbone = decoder(models.GemmaBackbone, head_dim=4)
     return models.GemmaCausalLM(backbone, preprocessor=None), _tokens()
 
 
 def gemma3():
-    backbone = _decoder(
+    backbone = decoder(
         models.Gemma3Backbone,
         head_dim=4,
         image_size=16,
@@ -78,23 +79,23 @@ def gemma3():
 
 
 def llama3():
-    return models.Llama3CausalLM(_decoder(models.Llama3Backbone), preprocessor=None), _tokens()
+    return models.Llama3CausalLM(decoder(models.Llama3Backbone), preprocessor=None), _tokens()
 
 
 def mistral():
-    return models.MistralCausalLM(_decoder(models.MistralBackbone), preprocessor=None), _tokens()
+    return models.MistralCausalLM(decoder(models.MistralBackbone), preprocessor=None), _tokens()
 
 
 def phi3():
-    return models.Phi3CausalLM(_decoder(models.Phi3Backbone), preprocessor=None), _tokens()
+    return models.Phi3CausalLM(decoder(models.Phi3Backbone), preprocessor=None), _tokens()
 
 
 def qwen():
-    return models.QwenCausalLM(_decoder(models.QwenBackbone), preprocessor=None), _tokens()
+    return models.QwenCausalLM(decoder(models.QwenBackbone), preprocessor=None), _tokens()
 
 
 def qwen3():
-    backbone = _decoder(models.Qwen3Backbone, head_dim=4)
+    backbone = decoder(models.Qwen3Backbone, head_dim=4)
     return models.Qwen3CausalLM(backbone, preprocessor=None), _tokens()
 
 

@@ -57,17 +57,10 @@ def mixtral():
 def _of_experts(family, **options):
     import keras_hub
 
-    backbone = getattr(keras_hub.models, f"{family}Backbone")(
-        vocabulary_size=40,
-        num_layers=1,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=8,
-        intermediate_dim=12,
-        num_experts=4,
-        top_k=2,
-        **options,
-    )
+    from tests.hub.models import decoder
+
+    make = getattr(keras_hub.models, f"{family}Backbone")
+    backbone = decoder(make, num_experts=4, top_k=2, **options)
     task = getattr(keras_hub.models, f"{family}CausalLM")(backbone=backbone, preprocessor=None)
     return _to_random_numbers(task, _tokens())
 
