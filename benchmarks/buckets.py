@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-import report
+import measurements
 
 LONGEST, MEDIAN, SIGMA, WORDS, WIDTH = 512, 60, 0.8, 2000, 128
 NUM_TEXTS, BATCH, STEPS = 4096, 64, 16
@@ -114,7 +114,7 @@ def main():
     }
     for row in rows:
         row["to padded"] = round(row["texts a second"] / of_padded[row["jit_compile"]], 2)
-    print(report.write_plain("buckets", rows, arguments.output))
+    print(measurements.write_plain("buckets", rows, arguments.output))
 
 
 if __name__ == "__main__":

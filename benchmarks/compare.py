@@ -31,9 +31,9 @@ import statistics
 import subprocess
 import sys
 
-import report
+import measurements
 from contenders import BENCHMARKS, CONTENDERS, REPOSITORY, Worker, pythons, say
-from report import Row
+from measurements import Row
 from workloads import SMALL, WORKLOADS
 
 BATCH_SIZES = (64, 256, 1024, 4096)
@@ -104,7 +104,7 @@ def compare(contenders, found, options):
         size = options.batch_size or WORKLOADS[workload].batch_size
         part, seen = measure(contenders, workload, size, found, options)
         table, versions = table + part, versions | seen
-        text = report.write("table", table, report.comparison(table), versions, options)
+        text = measurements.write("table", table, measurements.comparison(table), versions, options)
     return text
 
 
@@ -116,7 +116,9 @@ def scale(contenders, found, options):
             if contender.variant != "noise":
                 part, seen = measure([contender], workload, size, found, options)
                 table, versions = table + part, versions | seen
-                text = report.write("scaling", table, report.scaling(table), versions, options)
+                text = measurements.write(
+                    "scaling", table, measurements.scaling(table), versions, options
+                )
     return text
 
 
@@ -128,7 +130,7 @@ def pieces(found, options):
     for contender, size in ((whole, 256), (whole, 65_536), (cut, 65_536)):
         part, seen = measure([contender], "mlp", size, found, options)
         table, versions = table + part, versions | seen
-    return report.write("pieces", table, report.scaling(table), versions, options)
+    return measurements.write("pieces", table, measurements.scaling(table), versions, options)
 
 
 def main(arguments=None):

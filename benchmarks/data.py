@@ -39,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 
-import report
+import measurements
 import stored
 from contenders import BENCHMARKS, REPOSITORY, SETTINGS, say
 from workloads import WORKLOADS
@@ -240,7 +240,8 @@ def write(name, title, rows, table, options):
             writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(row)])
             writer.writeheader()
             writer.writerows(map(dataclasses.asdict, done))
-        lines = [title, "", f"{report.machine('cpu')}, load {report.LOAD:.1f} before the run.", ""]
+        load = f"load {measurements.LOAD:.1f} before the run"
+        lines = [title, "", f"{measurements.machine('cpu')}, {load}.", ""]
         text = "\n".join([*lines, *table(done)]) + "\n"
         (options.output / f"{name}.md").write_text(text, encoding="utf-8")
     return text

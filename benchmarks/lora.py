@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 
-import report
+import measurements
 
 BLOCKS, WIDTH, HEADS, WORDS, RANK = 4, 256, 4, 2000, 4
 
@@ -111,7 +111,7 @@ def main():
     here = pathlib.Path(__file__).resolve().parent
     sys.path[:0] = [str(here.parent), str(here)]
     rows = [timed(kind, arguments) for kind in arguments.kinds]
-    print(report.write_plain("lora", rows, arguments.output))
+    print(measurements.write_plain("lora", rows, arguments.output))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
-from datasets import fashion, health_insurance, movielens_100k, prose
+from example_data import fashion, health_insurance, movielens_100k, prose
 
 import dp_keras_opt as dp
 

@@ -30,7 +30,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import tensorflow as tf
-from datasets import movielens_100k
+from example_data import movielens_100k
 
 import dp_keras_opt as dp
 

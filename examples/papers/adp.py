@@ -41,7 +41,7 @@ from dp_keras_opt.noise import schedules
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from datasets import digits  # noqa: E402
+from example_data import digits  # noqa: E402
 
 STEP_SIZES = {
     "1/√(20 + t)": lambda t, steps: 1 / (20 + t) ** 0.5,

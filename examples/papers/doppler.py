@@ -51,7 +51,7 @@ import dp_keras_opt as dp
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from datasets import images  # noqa: E402
+from example_data import images  # noqa: E402
 
 CLIP_NORM = 1.0
 FLOOR = 0.5  # Adam's ε, in units of the noise in one coordinate

@@ -41,7 +41,7 @@ import dp_keras_opt as dp
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from datasets import prose  # noqa: E402
+from example_data import prose  # noqa: E402
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,;:!?'\"-()[]"  # after these: all the others
 VOCABULARY, LENGTH, WIDTH, HEADS = len(ALPHABET) + 1, 32, 64, 4

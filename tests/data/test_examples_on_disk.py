@@ -119,8 +119,6 @@ def _tfrecord(folder):
 
 def _hugging_face(folder):
     datasets = pytest.importorskip("datasets")
-    if not hasattr(datasets, "Dataset"):
-        pytest.skip("another module of that name is found: examples/datasets.py")
     datasets.Dataset.from_dict({"x": X.tolist(), "y": Y}).cast_column(
         "x", datasets.Array2D((4, 3), "float32")
     ).save_to_disk(str(folder / "saved"))

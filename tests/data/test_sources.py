@@ -69,8 +69,6 @@ def test_columns_are_arrays(monkeypatch):
 
 def test_columns_of_hugging_face():
     datasets = pytest.importorskip("datasets")
-    if not hasattr(datasets, "Dataset"):
-        pytest.skip("another module of that name is found: examples/datasets.py")
     table = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist(), "text": ["a"] * N})
     for form in (table, table.with_format("numpy")):
         batches = poisson_batches((form["x"], form["y"]), B, 200)

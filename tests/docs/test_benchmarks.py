@@ -63,7 +63,7 @@ def test_the_tables_of_data_on_disk_are_those_of_the_results(name, table, monkey
 def test_the_table_of_buckets_is_that_of_the_results(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     rows = _rows(PAGE.with_suffix("") / "buckets.csv")
-    expected = importlib.import_module("report").write_plain("buckets", rows, tmp_path)
+    expected = importlib.import_module("measurements").write_plain("buckets", rows, tmp_path)
     assert f"<!-- buckets -->\n\n{expected}" in PAGE.read_text(encoding="utf-8")
 
 

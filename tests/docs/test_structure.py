@@ -1,6 +1,7 @@
 """The structure of the package: rooms stand above one another, and imports point down only."""
 
 import ast
+import importlib.metadata
 import pathlib
 
 import dp_keras_opt
@@ -54,3 +55,11 @@ def test_every_file_and_folder_has_a_room():
     found = {path.stem for path in ROOT.glob("*.py") if path.name != "__init__.py"}
     found |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert found == set(ROOMS) - {""}
+
+
+def test_scripts_have_names_of_their_own():
+    """Tests import them side by side: of two modules of one name the second is never read."""
+    folders = ("benchmarks", "examples", "examples/papers")
+    names = [path.stem for folder in folders for path in (ROOT.parent / folder).glob("*.py")]
+    installed = importlib.metadata.packages_distributions()
+    assert len(set(names)) == len(names) and not set(names) & set(installed)
