@@ -451,7 +451,11 @@ class DPModel(keras.Model):
             )
         self._step.block = None
         self._guard.history.let_move(self.weights)
-        return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+        self._step.given = None if class_weight else (x, y, sample_weight)
+        try:
+            return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+        finally:
+            self._step.given = None
 
     def make_train_function(self, force: bool = False) -> None:
         """Puts the privacy guard around Keras's train function."""

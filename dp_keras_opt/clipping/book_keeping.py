@@ -95,7 +95,8 @@ def _gradients(model, batch, calls, deltas, loss_scale):
         if delta.shape[0] != batch.num_rows:
             reason = f"it gives {call.source.shape}, without one row for each of {batch.num_rows}"
             raise CallFailed(call.layer, reason)
-        for variable, factor in call.factors(tf.cast(delta, tf.float32) / loss_scale):
+        delta = tf.cast(delta, tf.float32)
+        for variable, factor in call.factors(delta if loss_scale == 1 else delta / loss_scale):
             if id(variable) in uses:  # frozen variables have no gradient
                 uses[id(variable)].append(factor)
     return [functools.reduce(joined, used) if used else None for used in uses.values()]

@@ -12,7 +12,7 @@ from dp_keras_opt import deprecation
 from dp_keras_opt.clipping.batch import Batch, valid_rows
 from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.engines import Engines, engines_for
-from dp_keras_opt.clipping.factors import rounding
+from dp_keras_opt.clipping.factors import rounding, zeroing
 from dp_keras_opt.clipping.grouped_rows import PerUnit
 from dp_keras_opt.clipping.groups import clip_groups
 from dp_keras_opt.clipping.query import Query
@@ -118,26 +118,39 @@ def _norms(query, groups, units):
 
 def _weighted_sum(query, gradients, weights, finite, variables):
     """s ⊙ Σ_i w_i g_i, or what else the query sums, over the units that are finite."""
+    gradients = _of_finite(gradients, finite)
+    if query.directions is not None:
+        total = _second_moment_products(query.directions, gradients, weights[0])
+    else:
 
-    def summed(gradients):
-        if query.directions is not None:
-            return _second_moment_products(query.directions, gradients, weights[0])
-        return [one(*each) for each in zip(gradients, weights, variables, strict=True)]
+        def one(g, w, variable):
+            if g is None:
+                return tf.zeros(variable.shape)
+            return g.weighted_sum_of_squares(w) if query.square else g.weighted_sum(w)
 
-    def one(g, w, variable):
-        if g is None:
-            return tf.zeros(variable.shape)
-        return g.weighted_sum_of_squares(w) if query.square else g.weighted_sum(w)
-
-    def without_others():
-        return summed([g and g.keep(finite) for g in gradients])
-
-    # Zeroing rows costs a pass over all that was recorded, and is rarely needed.
-    total = tf.cond(tf.reduce_all(finite), lambda: summed(gradients), without_others)
+        total = [one(*each) for each in zip(gradients, weights, variables, strict=True)]
     if query.scale is None:
         return total
     power = 2 if query.square else 1
     return [t * s**power for t, s in zip(total, query.scale, strict=True)]
+
+
+def _of_finite(gradients, finite):
+    """The same with the rows of other units zeroed, where there are any.
+
+    Zeroing rows costs a pass over all that was recorded, and is rarely needed.
+    """
+    recorded = []
+    for g in gradients:
+        if g is not None:
+            g.mapped(lambda tensor: recorded.append(tensor) or tensor)
+    if not recorded:
+        return gradients
+    zeroed = zeroing(finite)
+    kept = iter(
+        tf.cond(tf.reduce_all(finite), lambda: recorded, lambda: list(map(zeroed, recorded)))
+    )
+    return [g and g.mapped(lambda tensor: next(kept)) for g in gradients]
 
 
 def _second_moment_products(directions, gradients, weights):

@@ -10,6 +10,8 @@ make it so; `_with_rounding` then adds what rounding may have taken.
 """
 
 import abc
+import functools
+import math
 
 import numpy as np
 import tensorflow as tf
@@ -67,11 +69,15 @@ class Factor(abc.ABC):
         return tf.tensordot(gradients, direction, gradients.shape.rank - 1)
 
     @abc.abstractmethod
+    def mapped(self, function):
+        """The same with `function` of each of its tensors that have a row for each example."""
+
     def keep(self, valid):
         """The same gradients with those of examples where the boolean `valid` (B,) is False zeroed.
 
         Multiplying a NaN by a weight of zero would leave a NaN.
         """
+        return self.mapped(zeroing(valid))
 
     @abc.abstractmethod
     def materialize(self):
@@ -98,10 +104,10 @@ class DenseGradients(Factor):
         return _l2_squared(_scaled(self.gradients, scale))
 
     def weighted_sum(self, weights):
-        return tf.tensordot(weights, self.gradients, 1)
+        return _combined(weights, self.gradients)
 
-    def keep(self, valid):
-        return DenseGradients(_keep(self.gradients, valid))
+    def mapped(self, function):
+        return DenseGradients(function(self.gradients))
 
     def materialize(self):
         return self.gradients
@@ -230,16 +236,24 @@ class OuterProducts(Factor):
 
     def _as_matrix(self, tensor):
         """A tensor in the variable's shape as (G, I, O); `_as_variable` goes back."""
-        tensor = tf.reshape(tensor, [self.layout[axis] for axis in self.order])
         groups, _, inputs, outputs = self._sizes
-        return tf.reshape(tf.transpose(tensor, np.argsort(self.order)), (groups, inputs, outputs))
+        if not self._is_in_order:
+            tensor = tf.reshape(tensor, [self.layout[axis] for axis in self.order])
+            tensor = tf.transpose(tensor, np.argsort(self.order))
+        return tf.reshape(tensor, (groups, inputs, outputs))
 
     def _as_variable(self, matrix):
-        return tf.reshape(tf.transpose(tf.reshape(matrix, self.layout), self.order), self.shape)
+        if not self._is_in_order:
+            matrix = tf.transpose(tf.reshape(matrix, self.layout), self.order)
+        return tf.reshape(matrix, self.shape)
+
+    @property
+    def _is_in_order(self):
+        return self.order == tuple(range(len(self.order)))
 
     def weighted_sum(self, weights):
         if self._gradients is not None:
-            return self._as_variable(tf.tensordot(weights, self._gradients, 1))
+            return self._as_variable(_combined(weights, self._gradients))
         weighted = _finite(self.deltas * weights[:, None, None, None])
         if self._sizes[0] == 1:
             inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (self.inputs, weighted))
@@ -263,12 +277,12 @@ class OuterProducts(Factor):
         products = _through(self.inputs, self._as_matrix(direction))
         return tf.reduce_sum(products * self.deltas, axis=(1, 2, 3))
 
-    def keep(self, valid):
-        inputs, deltas = _keep(self.inputs, valid), _keep(self.deltas, valid)
-        kept = OuterProducts(inputs, deltas, self.shape, self.layout, self.order)
+    def mapped(self, function):
+        inputs, deltas = function(self.inputs), function(self.deltas)
+        result = OuterProducts(inputs, deltas, self.shape, self.layout, self.order)
         if self._gradients is not None:
-            kept._gradients = _keep(self._gradients, valid)
-        return kept
+            result._gradients = function(self._gradients)
+        return result
 
     def materialize(self):
         gradients = self._gradients
@@ -343,8 +357,8 @@ class Lookup(Factor):
         values = tf.reshape(values, (-1, self.shape[1]))
         return tf.math.unsorted_segment_sum(values, tf.reshape(self.ids, (-1,)), self.shape[0])
 
-    def keep(self, valid):
-        return Lookup(self.ids, _keep(self.deltas, valid), self.shape, self.distinct)
+    def mapped(self, function):
+        return Lookup(self.ids, function(self.deltas), self.shape, self.distinct)
 
     def materialize(self):
         return tf.matmul(tf.one_hot(self.ids, self.shape[0]), self.deltas, transpose_a=True)
@@ -394,8 +408,8 @@ class TiedTable(Factor):
     def inner(self, direction):
         return self.lookup.inner(direction) + self.products.inner(direction)
 
-    def keep(self, valid):
-        return TiedTable(self.lookup.keep(valid), self.products.keep(valid))
+    def mapped(self, function):
+        return TiedTable(self.lookup.mapped(function), self.products.mapped(function))
 
     def materialize(self):
         return self.lookup.materialize() + self.products.materialize()
@@ -432,8 +446,8 @@ class Mapped(Factor):
     def weighted_sum(self, weights):
         return self.function(self.inner_factor.weighted_sum(weights))
 
-    def keep(self, valid):
-        return Mapped(self.inner_factor.keep(valid), self.function, self.stretch)
+    def mapped(self, function):
+        return Mapped(self.inner_factor.mapped(function), self.function, self.stretch)
 
     def materialize(self):
         return self.function(self.inner_factor.materialize())
@@ -465,6 +479,8 @@ def joined(one, other):
 
 def sizes_of(tensor):
     """The sizes of the axes: numbers where they are static, else scalar tensors."""
+    if tensor.shape.is_fully_defined():
+        return list(tensor.shape)
     dynamic = tf.shape(tensor)
     return [dynamic[axis] if size is None else size for axis, size in enumerate(tensor.shape)]
 
@@ -516,8 +532,19 @@ def _with_rounding(squared_norm, terms, products=False):
     return tf.square(tf.sqrt(squared_norm) + relative * total)
 
 
-def _keep(tensor, valid):
-    return tf.where(tf.reshape(valid, (-1,) + (1,) * (tensor.shape.rank - 1)), tensor, 0.0)
+def zeroing(valid):
+    """A function of tensors (B, ...) that zeroes the rows where the boolean `valid` is False."""
+    column = functools.cache(lambda rank: tf.reshape(valid, (-1,) + (1,) * (rank - 1)))
+    return lambda tensor: tf.where(column(tensor.shape.rank), tensor, 0.0)
+
+
+def _combined(weights, gradients):
+    """Σ_b weights_b · gradients_b of gradients (B, ...), as one product of matrices."""
+    rows, *shape = sizes_of(gradients)
+    if len(shape) != 1:
+        gradients = tf.reshape(gradients, (rows, math.prod(shape)))
+    total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+    return total if len(shape) == 1 else tf.reshape(total, shape)
 
 
 def _merged(tensor, size, axis):

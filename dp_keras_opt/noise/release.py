@@ -108,11 +108,10 @@ def _scale_of(query):
 def _noisy(values, scale, noise, divisor=1.0):
     """(value + scale·noise)/divisor in the precision of the noise, then rounded to float32."""
 
-    def one(value, z):
-        exact = tf.cast(value, z.dtype) + tf.cast(scale, z.dtype) * z
-        return tf.cast(exact / tf.cast(divisor, z.dtype), tf.float32)
-
-    return [one(value, z) for value, z in zip(values, noise, strict=True)]
+    dtype = noise[0].dtype if noise else tf.float32
+    scale, divisor = tf.cast(scale, dtype), tf.cast(divisor, dtype)
+    exact = [(tf.cast(v, dtype) + scale * z) / divisor for v, z in zip(values, noise, strict=True)]
+    return [tf.cast(value, tf.float32) for value in exact]
 
 
 def _std(part, source, index):

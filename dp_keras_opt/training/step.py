@@ -28,6 +28,7 @@ class StepState:
     Attributes:
         physical_batch_size: how many rows are processed at once, as `compile` was told; or None.
         block: the same, as the data say; or None.
+        given: the (x, y, sample_weight) that `train_on_batch` was given, while it runs; or None.
         engines: which engine serves which layer.
         shows_progress: whether `fit` shows progress.
         observers: functions of (queries, released), called in every step.
@@ -36,6 +37,7 @@ class StepState:
 
     physical_batch_size: int | None = None
     block: int | None = None
+    given: tuple[Any, ...] | None = None
     shows_progress: bool = False
     engines: CheckedEngines = dataclasses.field(default_factory=CheckedEngines)
     observers: tuple[Any, ...] = ()
@@ -67,8 +69,9 @@ def train_step(model, sums_of_all):
     )
     for observe in model.release_observers:
         observe(queries, released)
-    # The step counter then proves that a batch was used: a graph would advance it without one.
-    with tf.control_dependencies(tf.nest.flatten(sums)):
+    # The step counter then proves that a batch was used: a graph would advance it without one. One
+    # node stands for all sums, or each operation of the update would have an edge to each of them.
+    with tf.control_dependencies([tf.group(*tf.nest.flatten(sums))]):
         optimizer.update(released)
     return logs
 
@@ -138,12 +141,17 @@ def check_before_tracing(model, state, specs, *, fitting):
 
     Variables that are made while it is traced have it traced a second time.
     """
-    if state.engines or specs is None:
+    if state.engines or (specs is None and state.given is None):
         return
-    parts = [as_batch(block, convert=lambda spec: spec) for block in blocks_of(specs)]
+    data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)
+    parts = [as_batch(block, convert=spec) for block in blocks_of(data)]
     engines_for(model, state, of_any_length(parts), fitting=fitting)
     with model.distribute_strategy.scope():
         model.optimizer.ensure_built(model.trainable_variables)
+
+
+def _spec(value):
+    return tf.TensorSpec.from_tensor(tf.convert_to_tensor(value))
 
 
 def engines_for(model, state, batch, *, fitting=False):
