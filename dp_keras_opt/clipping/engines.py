@@ -3,11 +3,7 @@
 from typing import NamedTuple
 
 from dp_keras_opt._keras import layers_of, trained_in
-from dp_keras_opt.clipping import (  # noqa: F401  (registers their rules)
-    hub_rules,
-    per_example,
-    recurrent_rules,
-)
+from dp_keras_opt.clipping import hub_rules, per_example, recurrent_rules  # noqa: F401  (register)
 from dp_keras_opt.clipping.layer_rules import rule_for
 
 

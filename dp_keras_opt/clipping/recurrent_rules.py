@@ -60,8 +60,11 @@ _CELLS = {
 def _is_plain(layer):
     """Whether it runs one of these cells, and nothing else in it trains."""
     cell = layer.cell
+    # Of these Keras sets the outputs of other steps than the masked ones to zero, and h_{t-1} too.
+    zeros_others = layer.unroll and layer.go_backwards and layer.zero_output_for_mask
     return (
         type(cell) in _CELLS
+        and not zeros_others
         and not is_rematerialized(cell)
         and max(cell.dropout, cell.recurrent_dropout) < 1
         and cell.compute_dtype == layer.compute_dtype
@@ -75,7 +78,10 @@ def _is_plain(layer):
     when=_is_plain,
 )  # fmt: skip
 def recurrent(layer, record, sequences, initial_state, mask, training=False):
-    """Keras's loop, over x·K + b (B, T, ..., gates), which gives h_{t-1} beside the outputs."""
+    """Keras's loop, over x·K + b (B, T, ..., gates), which gives h_{t-1} beside the outputs.
+
+    The outputs of masked steps are no states, but those before are not needed: dz is 0 there.
+    """
     cell, axis = layer.cell, _channels(layer.cell)
     gates, advance = _CELLS[type(cell)]
     kernel, recurrent_kernel, bias = (
@@ -86,7 +92,7 @@ def recurrent(layer, record, sequences, initial_state, mask, training=False):
     biases = [] if bias is None else tf.unstack(tf.reshape(bias, (-1, gates * units)))
     x_masks = _masks(cell.get_dropout_mask(sequences[:, 0]), training)
     h_masks = _masks(cell.get_recurrent_dropout_mask(initial_state[0]), training)
-    x_seen = _through(sequences, [m[:, None] for m in x_masks])
+    x_seen = _through(tf.cast(sequences, cell.compute_dtype), [m[:, None] for m in x_masks])
     times_x, times_h, x_window, h_window = _multiplications(cell)
     rows, steps, *_ = sizes_of(sequences)
     product = _by_gate(times_x, [_merged(x) for x in x_seen], kernel, axis)
@@ -166,11 +172,9 @@ def _places(cell, tensor, window=None):
     if isinstance(cell, ConvLSTMCell):
         tensor = channels_last(cell, tensor)
     if window is not None:
-        tensor = convolution_patches(window, tensor)  # (B·T, places, window, channels)
-        *places, size, channels = sizes_of(tensor)[1:]
-        channels *= size
-    else:
-        *places, channels = sizes_of(tensor)[1:]
+        merged, places, *seen = sizes_of(tensor := convolution_patches(window, tensor))
+        tensor = tf.reshape(tensor, (merged, places, math.prod(seen)))
+    _, *places, channels = sizes_of(tensor)
     return tf.reshape(tensor, (rows, steps * math.prod(places), channels))
 
 

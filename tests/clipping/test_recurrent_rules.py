@@ -108,6 +108,7 @@ def test_layers(path, kind, mask, units, **options):
     unroll=BOOLEANS,
 )
 def test_cells_in_a_loop(path, kind, mask, **options):
+    assume(not all(options[name] for name in ("unroll", "go_backwards", "zero_output_for_mask")))
     layer, x = layers.RNN(CELLS[kind](2), **options), masked(mask, 2)
     check_recurrent(with_mask(layer, x, mask), x, path)
 
@@ -186,6 +187,11 @@ def test_words_with_a_mask():
     hidden = layers.LSTM(2, return_sequences=True)(hidden)
     hidden = layers.Bidirectional(layers.GRU(2))(hidden)
     check_recurrent(keras.Model(inputs, headed(hidden)), ids(STEPS, below=5))
+
+
+def test_sequences_of_integers():
+    inputs = keras.Input((STEPS, 2), dtype="int32")
+    check_recurrent(keras.Model(inputs, headed(layers.GRU(2)(inputs))), ids(STEPS, 2, below=3))
 
 
 def test_sequences_of_any_length():
@@ -339,6 +345,9 @@ WITHOUT = {
     "a cell of a subclass": lambda: layers.RNN(MyCell(2)),
     "an activation that trains": lambda: layers.LSTM(2, activation=trained_activation()),
     "a cell of another precision": lambda: layers.RNN(layers.LSTMCell(2, dtype="float64")),
+    "masks that Keras does not turn round": lambda: layers.RNN(
+        layers.LSTMCell(2), unroll=True, go_backwards=True, zero_output_for_mask=True
+    ),
     "all dropped": lambda: layers.SimpleRNN(2, dropout=1.0),
 }
 
