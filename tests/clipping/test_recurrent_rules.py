@@ -82,9 +82,9 @@ def with_mask(layer, x, mask):
     return keras.Model(inputs, headed(layer(hidden)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @drawn(
-    24,
-    kind=st.sampled_from(list(KINDS)),
+    10,
     mask=st.sampled_from(list(MASKS)),
     units=st.integers(1, 3),
     activation=st.sampled_from(["tanh", "relu", None]),
