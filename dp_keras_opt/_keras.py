@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import keras
 from keras.src.export.export_utils import get_input_signature
+from keras.src.layers.rnn.conv_lstm import ConvLSTMCell
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 from keras.src.trainers.data_adapters import (
@@ -28,6 +29,7 @@ from keras.src.utils.naming import to_snake_case
 
 __all__ = [
     "ATTRIBUTES",
+    "ConvLSTMCell",
     "FUNCTIONS",
     "SET_BY_RUNS",
     "TRAINABLE",
@@ -62,6 +64,7 @@ class Private(NamedTuple):
 
 #: What is imported from `keras.src`.
 FUNCTIONS = (
+    Private("layers.rnn.conv_lstm", "ConvLSTMCell", "3.0", "to know the cell of these layers"),
     Private("models.functional", "Functional", "3.0",
             "to be its subclass, so that a private functional model is saved and loaded as one"),
     Private("models.model", "functional_init_arguments", "3.0",

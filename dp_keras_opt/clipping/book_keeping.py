@@ -120,11 +120,14 @@ def recording(engines, num_rows, count):
     calls, failures, repeated = [], [], []
     with contextlib.ExitStack() as patches:
         for layer in engines.ruled:
+            method = method_of_call(layer)
             if rule_for(layer).copies is not None:
                 recorder = _copying_recorder(layer, calls, failures)
+            elif rule_for(layer).loop is not None:
+                recorder, method = _loop_recorder(layer, calls, failures), "inner_loop"
             else:
                 recorder = _recorder(layer, calls, repeated, num_rows, count, engines)
-            patches.enter_context(patched(layer, method_of_call(layer), recorder))
+            patches.enter_context(patched(layer, method, recorder))
         for layer in engines.general:
             recorder = _per_example_recorder(layer, calls, failures, num_rows, engines)
             patches.enter_context(patched(layer, method_of_call(layer), recorder))
@@ -210,6 +213,23 @@ def _copying_recorder(layer, calls, failures):
                 raise
 
     return call
+
+
+def _loop_recorder(layer, calls, failures):
+    """For a rule by a loop: it takes the place of the layer's own."""
+    rule = rule_for(layer)
+
+    def record(source, factors):
+        calls.append(Call(layer, source, factors))
+
+    def loop(*args, **kwargs):
+        try:
+            return rule.loop(layer, record, *args, **kwargs)
+        except _ERRORS as error:
+            failures.append(CallFailed(layer, error))
+            raise
+
+    return loop
 
 
 def _per_example_recorder(layer, calls, failures, num_rows, engines):

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from dp_keras_opt._keras import layers_of, trained_in
-from dp_keras_opt.clipping import hub_rules, per_example  # noqa: F401  (registers its rules)
+from dp_keras_opt.clipping import hub_rules, per_example, recurrent_rules  # noqa: F401  (register)
 from dp_keras_opt.clipping.layer_rules import rule_for
 
 
@@ -56,8 +56,11 @@ def engines_for(model):
     def walk(layer):
         if not trained_in(layer):
             return
-        if rule_for(layer) is not None:
+        found = rule_for(layer)
+        if found is not None:
             ruled.append(layer)
+            if found.loop is not None:
+                return
         elif per_example.is_unit(layer):
             general.append(layer)
             return

@@ -2,7 +2,7 @@
 
 A rule serves exactly the class that it is registered for (a subclass may compute something else)
 and only the configurations that its `when` admits; every other layer goes to the general engine.
-`hub_rules` has those of packages that are never imported for it.
+`hub_rules` has those of packages that are never imported for it, `recurrent_rules` those of loops.
 `Σ a ⊗ b` in the docstrings is the gradient of a kernel: inputs a, output gradients b, summed over
 positions.
 """
@@ -26,7 +26,7 @@ _ROUNDED = (None, "int8", "int4")
 
 
 class Rule(NamedTuple):
-    """How the book-keeping engine serves a layer: by its `factors`, or by its `copies`.
+    """How the book-keeping engine serves a layer: by its `factors`, its `copies`, or its `loop`.
 
     Attributes:
         factors: function of (layer, deltas, *args, **kwargs) that yields (variable, Factor) pairs,
@@ -39,12 +39,16 @@ class Rule(NamedTuple):
             pass gives their gradients.
         for_all: whether a call on what is the same for all rows, (T,) or (1, T), may be taken for
             one on as many copies of it as there are rows, (B, T).
+        loop: function of (layer, record, *args, **kwargs) that stands for `inner_loop` of a
+            recurrent layer, and calls `record(source, factors)` of each tensor whose gradient gives
+            (variable, Factor) pairs by `factors`. It serves all variables in the layer.
     """
 
     factors: Any
     when: Any
     copies: Any = None
     for_all: bool = False
+    loop: Any = None
 
 
 def rule(*layer_classes, when=lambda layer: True, for_all=False):
@@ -66,6 +70,16 @@ def rule_by_copies(*layer_classes, when=lambda layer: True):
     def register(copies):
         _RULES.update(dict.fromkeys(layer_classes, Rule(None, when, copies)))
         return copies
+
+    return register
+
+
+def rule_by_loop(*layer_classes, when=lambda layer: True):
+    """Registers the decorated function, a `Rule.loop`, as the rule of these classes."""
+
+    def register(loop):
+        _RULES.update(dict.fromkeys(layer_classes, Rule(None, when, loop=loop)))
+        return loop
 
     return register
 

@@ -1493,13 +1493,17 @@ def test_rounding_that_adds_up_over_many_positions(places, norm):
 # What is said of the engines.
 
 
+class OwnLSTM(layers.LSTM):
+    """A loop without a rule: it may compute something else."""
+
+
 def test_explain(capsys):
     inputs = keras.Input((4, 6))
     hidden = layers.Dense(6, trainable=False, name="frozen")(inputs)
     hidden = layers.MultiHeadAttention(2, 3, name="attention")(hidden, hidden)
     hidden = layers.LayerNormalization(name="norm")(hidden)
     adapter = layers.Dense(5, name="adapter")
-    hidden = layers.LSTM(4, name="lstm")(layers.Dropout(0.5)(adapter(hidden)))
+    hidden = OwnLSTM(4, name="lstm")(layers.Dropout(0.5)(adapter(hidden)))
     model = private(
         adapted(keras.Model(inputs, layers.Dense(2, name="head")(hidden)), adapter, 2, 1)
     )
@@ -1511,7 +1515,7 @@ def test_explain(capsys):
         ("attention/attention_output", "EinsumDense", 42, "rule", ""),
         ("norm", "LayerNormalization", 12, "rule", ""),
         ("adapter", "Dense", 2 * (6 + 5) + 5, "rule", ""),
-        ("lstm", "LSTM", 4 * 4 * (5 + 4 + 1), "one example at a time", "no rule for LSTM"),
+        ("lstm", "OwnLSTM", 4 * 4 * (5 + 4 + 1), "one example at a time", "no rule for OwnLSTM"),
         ("head", "Dense", 10, "rule", ""),
         ("frozen", "Dense", 42, "frozen", ""),
     ]
@@ -1522,7 +1526,7 @@ def test_explain(capsys):
     engines = ["engine", *(row.engine for row in served)]
     starts = {line.rindex(engine) for line, engine in zip(lines, engines, strict=True)}
     assert len(starts) == 1  # aligned
-    assert (empty, reason) == ("", "'lstm': no rule for LSTM")
+    assert (empty, reason) == ("", "'lstm': no rule for OwnLSTM")
     assert sums == (
         "rule: 7 layers, 217 weights; one example at a time: 1 layer, 160 weights (a copy for each "
         "example: 640 B); "

@@ -27,9 +27,9 @@ def compiled(model, loss="mse", **kwargs):
     ("physical_batch_size", "jit_compile"), [(None, False), (None, True), (3, False), (100, False)]
 )
 def test_a_batch_is_never_padded_beyond_itself(physical_batch_size, jit_compile):
-    """An LSTM of 4 units padded 8 rows to 524,288, as many as its memory would hold."""
+    """A cell of 4 units padded 8 rows to 524,288, as many as its memory would hold."""
     inputs = keras.Input((5, 2))
-    model = keras.Model(inputs, layers.Dense(1)(layers.LSTM(4)(inputs)))
+    model = keras.Model(inputs, layers.Dense(1)(layers.RNN([layers.LSTMCell(4)])(inputs)))
     traced = []
 
     def loss(y, y_pred):

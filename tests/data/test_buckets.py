@@ -44,8 +44,10 @@ def model_of(kind, jit_compile=False, **how):
     hidden = layers.Embedding(WORDS, 6, mask_zero=True)(inputs)
     if kind == "attention":
         hidden = layers.MultiHeadAttention(2, 3)(hidden, hidden)
-    if kind == "recurrent":  # the general engine
+    if kind == "recurrent":
         hidden = layers.LSTM(5)(hidden)
+    elif kind == "stacked cells":  # the general engine
+        hidden = layers.RNN([layers.LSTMCell(5), layers.GRUCell(5)])(hidden)
     elif kind != "tags":
         hidden = layers.GlobalAveragePooling1D()(hidden)
     model = dp.DPModel(inputs, layers.Dense(3 if kind == "tags" else 2)(hidden))
@@ -181,7 +183,7 @@ def test_lengths_that_are_none(lengths):
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("kind", ["attention", "tags", "recurrent"])
+@pytest.mark.parametrize("kind", ["attention", "tags", "recurrent", "stacked cells"])
 def test_a_step_is_that_of_unpadded_examples_one_at_a_time(kind, jit_compile):
     targets = TAGS if kind == "tags" else Y
     model = model_of(kind, jit_compile)

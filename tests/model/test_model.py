@@ -363,9 +363,10 @@ def test_gradients_that_vanish_in_float16_survive_by_the_loss_scale():
     np.testing.assert_allclose([kernel[0, 0], bias[0]], 2e-8, rtol=1e-2)
 
 
-def test_a_recurrent_layer_under_xla():
+@pytest.mark.parametrize("cell", [layers.LSTMCell(3), [layers.LSTMCell(3)]], ids=["rule", "none"])
+def test_a_recurrent_layer_under_xla(cell):
     inputs = keras.Input((4, 3))
-    model = dp.DPModel(inputs, layers.Dense(1)(layers.LSTM(3)(inputs)))
+    model = dp.DPModel(inputs, layers.Dense(1)(layers.RNN(cell)(inputs)))
     model.compile(_sgd(), "mse", jit_compile=True)
     model.fit(_rng().normal(size=(N, 4, 3)), Y, verbose=0)
     assert model.ledger.steps == 3

@@ -72,20 +72,20 @@ _IN_THE_BATCH = "mixes the examples of a batch.* Let each example's output and l
 #: The models by family.
 _FAMILIES = {
     "Series and graphs": [
-        (series.gru, trains(RULE, ONE)),
+        (series.gru, trains()),
         (series.temporal_convolutions, trains()),
         (series.transformer_of_a_series, trains()),
-        (series.conv_lstm, trains(RULE, ONE)),
+        (series.conv_lstm, trains()),
         (series.cnn_lstm, trains(RULE, ONE)),
         (series.ctc, trains()),
         (series.graph_convolution, trains(RULE, ONE)),
     ],
     "Text": [
         (text.bag_of_words, trains()),
-        (text.bidirectional_lstm, trains(RULE, ONE)),
+        (text.bidirectional_lstm, trains()),
         (text.strings, trains()),
         (text.tied_embeddings, trains()),
-        (text.translation, trains(RULE, ONE)),
+        (text.translation, trains()),
         (text.mixture_of_experts, trains()),
         (text.mixture_with_experts_first, trains(RULE, ONE)),
         (text.three_experts_first, trains(RULE, ONE)),

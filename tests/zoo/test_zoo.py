@@ -15,7 +15,8 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 WAYS = {
     "rules": "convolutions",
     "a call of its own": "subclassed",
-    "a loop, one example at a time": "gru",
+    "a loop": "gru",
+    "a loop, one example at a time": "cnn_lstm",
     "a layer of one's own": "deep_and_cross",
     "a table that is used twice": "tied_embeddings",
     "strings": "wide_and_deep",
