@@ -118,17 +118,27 @@ def torchvision_models():
     return models
 
 
+class Tracer(fx.Tracer):
+    """Keeps each layer that owns parameters as it is."""
+
+    def is_leaf_module(self, module, name):
+        return (
+            super().is_leaf_module(module, name)
+            or next(module.parameters(recurse=False), None) is not None
+        )
+
+
 def adapted(network):
     """A network of torchvision with group normalization, and without what hooks do not allow."""
     for module in network.modules():
         if hasattr(module, "inplace"):
             module.inplace = False
-    network = fx.symbolic_trace(ModuleValidator.fix(network))
-    for node in network.graph.nodes:
+    network = ModuleValidator.fix(network)
+    graph = Tracer().trace(network)
+    for node in graph.nodes:
         if node.target is operator.iadd:
             node.target = operator.add
-    network.recompile()
-    return (network,)
+    return (fx.GraphModule(network, graph),)
 
 
 def mobilenet_v3():
