@@ -6,6 +6,8 @@
     python3.11 benchmarks/compare.py --workloads --pieces                # one batch of 65,536
     python3.11 benchmarks/compare.py --workloads gpt2 --contenders keras_plain dp_keras:dpsgd \
         dp_keras:post_processing                          # a language model
+    python3.11 benchmarks/compare.py --workloads real --contenders keras_plain dp_keras:dpsgd \
+        dp_keras:scale_then_privatize opacus              # networks as they are in use
     python benchmarks/compare.py --device gpu             # Keras and this library, with XLA
     python benchmarks/compare.py --here --quick           # a smoke test of these two
 
@@ -17,7 +19,9 @@ Each contender is a process of its own (`workers/`). Those of a workload are tim
 round, so that a drift of the machine's speed hits all of them; in the scaling run, where some fill
 the memory, each has the machine to itself. A step is forward, backward, clipping, noise and update
 on a batch that lies in memory, with Adam (unless the label says otherwise), clip norm 1 and noise
-multiplier 1. The models are the same, down to the number of parameters, which is checked.
+multiplier 1. The models are the same, down to the number of parameters, which is checked; of `real`
+networks PyTorch has its own, whose numbers are stated. Their batch normalization is exchanged for
+group normalization everywhere, by `clipping.fix` and by Opacus's `ModuleValidator.fix`.
 
 The floor of a private step is the faster step of Keras without privacy plus the bare draw of the
 noise; look at the ratio to it, since absolute figures belong to the machine. Peak memory is that of
@@ -34,7 +38,7 @@ import sys
 import measurements
 from contenders import BENCHMARKS, CONTENDERS, REPOSITORY, Worker, pythons, say
 from measurements import Row
-from workloads import SMALL, WORKLOADS
+from workloads import REAL, SMALL, WORKLOADS
 
 BATCH_SIZES = (64, 256, 1024, 4096)
 
@@ -162,7 +166,8 @@ def parse(arguments):
     workers = list(dict.fromkeys(contender.worker for contender in CONTENDERS))
     names = workers + [contender.name for contender in CONTENDERS]
     add = parser.add_argument
-    add("--workloads", nargs="*", choices=WORKLOADS, default=list(SMALL), help="all but gpt2")
+    add("--workloads", nargs="*", choices=[*WORKLOADS, "real"], default=list(SMALL),
+        help=f"real: {' '.join(REAL)}; without it: {' '.join(SMALL)}")  # fmt: skip
     add("--contenders", nargs="+", choices=names, default=workers, metavar="WORKER[:VARIANT]",
         help=", ".join(names))  # fmt: skip
     add("--scaling", nargs="*", choices=WORKLOADS, help="workloads in several batch sizes; mlp")
@@ -177,6 +182,9 @@ def parse(arguments):
     add("--quick", action="store_true", help="2 rounds of 3 steps: whether it runs")
     add("--output", type=pathlib.Path, help="folder; output/benchmark, or benchmark-gpu")
     options = parser.parse_args(arguments)
+    if "real" in options.workloads:
+        others = [name for name in options.workloads if name != "real"]
+        options.workloads = list(dict.fromkeys([*others, *REAL]))
     if options.quick:
         options.rounds, options.steps = 2, 3
     options.scaling = [] if options.scaling is None else options.scaling or ["mlp"]

@@ -83,7 +83,8 @@ def comparison(rows):
         spec = WORKLOADS[workload]
         part = [row for row in rows if row.workload == workload]
         yield f"## {workload}\n"
-        yield f"{spec.model}; {spec.parameters:,} parameters, batch {part[0].batch_size}.\n"
+        other = f" ({spec.of_torch:,} in PyTorch)" if spec.of_torch else ""
+        yield f"{spec.model}; {spec.parameters:,} parameters{other}, batch {part[0].batch_size}.\n"
         yield "| | ms a step | examples a second | ratio to the floor | peak MB | ratio to Keras "
         yield "| optimizer MB |\n|---|---|---|---|---|---|---|"
         for row in part:

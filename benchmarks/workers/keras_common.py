@@ -1,5 +1,6 @@
 """The models in Keras, and steps of `fit`; `keras` is Keras 3, or `tf_keras` for TF Privacy."""
 
+import functools
 import time
 
 import numpy as np
@@ -48,9 +49,45 @@ def blocks(layers, inputs, table, width, number, heads):
     return layers.LayerNormalization(epsilon=1e-5)(hidden)
 
 
+def bert(layers, inputs):
+    positions = inputs * 0 + np.arange(inputs.shape[1], dtype="int32")
+    hidden = layers.Embedding(30_522, 256)(inputs) + layers.Embedding(128, 256)(positions)
+    hidden = layers.LayerNormalization(epsilon=1e-12)(hidden)
+    for _ in range(4):
+        attended = layers.MultiHeadAttention(4, 64)(hidden, hidden)
+        hidden = layers.LayerNormalization(epsilon=1e-12)(hidden + attended)
+        wide = layers.Dense(1024, activation="gelu")(hidden)
+        hidden = layers.LayerNormalization(epsilon=1e-12)(hidden + layers.Dense(256)(wide))
+    return layers.Dense(2)(layers.Dense(256, activation="tanh")(hidden[:, 0]))
+
+
+def bilstm(layers, inputs):
+    hidden = layers.Embedding(10_000, 128)(inputs)
+    hidden = layers.Bidirectional(layers.LSTM(128, return_sequences=True))(hidden)
+    return layers.Dense(17)(hidden)
+
+
+def application(name, layers, inputs, **options):
+    """A network of `keras.applications` for ten classes, with group normalization."""
+    from keras import applications
+
+    import dp_keras_opt as dp
+
+    network = getattr(applications, name)(
+        input_tensor=inputs, weights=None, classes=10, classifier_activation=None, **options
+    )
+    return dp.clipping.fix(network)(inputs)
+
+
+mobilenet_v3 = functools.partial(application, "MobileNetV3Small", include_preprocessing=False)
+efficientnet_v2 = functools.partial(application, "EfficientNetV2B0", include_preprocessing=False)
+convnext = functools.partial(application, "ConvNeXtTiny", include_preprocessing=False)
+resnet50 = functools.partial(application, "ResNet50")
+
+
 def inputs_and_outputs(keras, name, workload):
     """The functional model of a workload, as the two arguments of `keras.Model`."""
-    dtype = "int32" if workload.kind == "tokens" else "float32"
+    dtype = "int32" if workload.kind in ("tokens", "text", "tagged") else "float32"
     inputs = keras.Input(workload.input, dtype=dtype)
     return inputs, globals()[name](keras.layers, inputs)
 

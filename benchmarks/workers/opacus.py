@@ -1,8 +1,12 @@
 """PyTorch: Opacus with hooks and with ghost clipping, and without privacy."""
 
+import operator
+
 import torch
 from opacus import PrivacyEngine
-from torch import nn
+from opacus.layers import DPLSTM
+from opacus.validators import ModuleValidator
+from torch import fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import WORKLOADS
 
@@ -19,28 +23,29 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of 4 heads of 32, from layers that Opacus has rules for."""
+    """Self-attention of 4 heads, from layers that Opacus has rules for."""
 
-    def __init__(self):
+    def __init__(self, width, causal):
         super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(128, 128) for _ in range(4))
+        self.causal = causal
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x):
         batch, length, width = x.shape
         heads = (
-            layer(x).view(batch, length, 4, 32).transpose(1, 2)
+            layer(x).view(batch, length, 4, width // 4).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=self.causal)
         return self.out(attended.transpose(1, 2).reshape(batch, length, width))
 
 
 class Embeddings(nn.Module):
     """Of tokens and of their positions."""
 
-    def __init__(self, length):
+    def __init__(self, words, length, width):
         super().__init__()
-        self.token, self.position = nn.Embedding(2000, 128), nn.Embedding(length, 128)
+        self.token, self.position = nn.Embedding(words, width), nn.Embedding(length, width)
 
     def forward(self, tokens):
         positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
@@ -64,12 +69,117 @@ def bow500():
 
 
 def transformer():
-    yield Embeddings(64)
+    yield Embeddings(2000, 64, 128)
     for _ in range(2):
-        yield Residual(nn.Sequential(nn.LayerNorm(128), Attention()))
+        yield Residual(nn.Sequential(nn.LayerNorm(128), Attention(128, causal=True)))
         dense = nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)
         yield Residual(nn.Sequential(nn.LayerNorm(128), *dense))
     yield from (nn.LayerNorm(128), nn.Linear(128, 2000))
+
+
+class First(nn.Module):
+    def forward(self, x):
+        return x[:, 0]
+
+
+def bert():
+    yield from (Embeddings(30_522, 128, 256), nn.LayerNorm(256, 1e-12))
+    for _ in range(4):
+        yield from (Residual(Attention(256, causal=False)), nn.LayerNorm(256, 1e-12))
+        dense = nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)
+        yield from (Residual(nn.Sequential(*dense)), nn.LayerNorm(256, 1e-12))
+    yield from (First(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2))
+
+
+class Outputs(nn.Module):
+    """Those of an LSTM, without its state."""
+
+    def __init__(self, lstm):
+        super().__init__()
+        self.lstm = lstm
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def bilstm():
+    lstm = DPLSTM(128, 128, batch_first=True, bidirectional=True)
+    return nn.Embedding(10_000, 128), Outputs(lstm), nn.Linear(256, 17)
+
+
+def torchvision_models():
+    try:
+        from torchvision import models
+    except RuntimeError:  # a CPU build of PyTorch lacks operators that are not used here
+        for name in ("nms", "qnms"):
+            form = "(Tensor boxes, Tensor scores, float threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", form)
+        from torchvision import models
+    return models
+
+
+class Tracer(fx.Tracer):
+    """Keeps each layer that owns parameters as it is."""
+
+    def is_leaf_module(self, module, name):
+        return (
+            super().is_leaf_module(module, name)
+            or next(module.parameters(recurse=False), None) is not None
+        )
+
+
+def adapted(network):
+    """A network of torchvision with group normalization, and without what hooks do not allow."""
+    for module in network.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False
+    network = ModuleValidator.fix(network)
+    graph = Tracer().trace(network)
+    for node in graph.nodes:
+        if node.target is operator.iadd:
+            node.target = operator.add
+    return (fx.GraphModule(network, graph),)
+
+
+def mobilenet_v3():
+    return adapted(torchvision_models().mobilenet_v3_small(num_classes=10))
+
+
+def efficientnet_v2():
+    """B0, which torchvision does not name: as Keras has it."""
+    parts = torchvision_models().efficientnet
+    blocks = [
+        parts.FusedMBConvConfig(*sizes)
+        for sizes in ((1, 3, 1, 32, 16, 1), (4, 3, 2, 16, 32, 2), (4, 3, 2, 32, 48, 2))
+    ]
+    blocks += [
+        parts.MBConvConfig(*sizes)
+        for sizes in ((4, 3, 2, 48, 96, 3), (6, 3, 1, 96, 112, 5), (6, 3, 2, 112, 192, 8))
+    ]
+    return adapted(parts.EfficientNet(blocks, 0.2, num_classes=10, last_channel=1280))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def convnext():
+    """With the scale of each block as a layer: Opacus has no rule for a parameter of a block."""
+    network = torchvision_models().convnext_tiny(num_classes=10)
+    for block in [part for part in network.modules() if hasattr(part, "layer_scale")]:
+        block.block.append(LayerScale(block.layer_scale))
+        del block.layer_scale
+        block.layer_scale = 1.0
+    return adapted(network)
+
+
+def resnet50():
+    return adapted(torchvision_models().resnet50(num_classes=10))
 
 
 def prepare(workload, variant, batch_size, device):
