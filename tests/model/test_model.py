@@ -756,6 +756,36 @@ def test_the_step_is_traced_once(monkeypatch):
     model.fit(train, epochs=2, verbose=0)
     model.fit(train, epochs=1, verbose=0)
     assert len(traces) == 1
+    model.compile(optimizer, "mse")
+    model.sampling = Sampling.poisson(64, 16)
+    for weights in (None, np.ones(16, "float32")):
+        del traces[:]
+        for _ in range(2):
+            model.train_on_batch(x[:16], y[:16], weights)
+        assert len(traces) == 1
+
+
+def test_a_graph_grows_with_the_variables_and_not_with_their_square():
+    """TensorFlow's optimizer of graphs takes its time for edges as for operations."""
+
+    def operations_and_edges(number):
+        inputs = keras.Input((3,))
+        hidden = inputs
+        for _ in range(number):
+            hidden = layers.Dense(3, activation="tanh")(hidden)
+        model = dp.DPModel(inputs, hidden)
+        optimizer = dp.optimizers.DPAdam(clip_norm=1.0, noise_multiplier=1.0, batch_size=B)
+        model.compile(optimizer, "mse")
+        x = np.ones((B, 3), "float32")
+        model.sampling = Sampling.poisson(64, B)
+        model.train_on_batch(x, x)
+        model._guard.is_stepping = True
+        traced = tf.function(lambda: model.train_step((x, x))).get_concrete_function()
+        found = traced.graph.get_operations()
+        return len(found), sum(len(o.inputs) + len(o.control_inputs) for o in found)
+
+    few, many = operations_and_edges(5), operations_and_edges(20)
+    assert many[0] < 4 * few[0] and many[1] < 4 * few[1]
 
 
 def _two_layers(clipping):
