@@ -85,11 +85,48 @@ def comparison(rows):
         yield f"## {workload}\n"
         other = f" ({spec.of_torch:,} in PyTorch)" if spec.of_torch else ""
         yield f"{spec.model}; {spec.parameters:,} parameters{other}, batch {part[0].batch_size}.\n"
-        yield "| | ms a step | examples a second | ratio to the floor | peak MB | ratio to Keras "
-        yield "| optimizer MB |\n|---|---|---|---|---|---|---|"
+        yield (
+            "| | ms a step | examples a second | ratio to the floor | peak MB | ratio to Keras "
+            "| optimizer MB |\n|---|---|---|---|---|---|---|"
+        )
         for row in part:
             yield f"| {row.label} | " + " | ".join(figures(row)) + " |"
         yield ""
+
+
+def overview(rows):
+    """Two tables, of contenders by workloads: time with its ratio to the floor, and memory."""
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    of = {(row.workload, row.label): row for row in rows}
+    for title, value, form, ratio in (
+        ("ms a step (× the floor)", "milliseconds", ".1f", "ratio_to_floor"),
+        ("peak MB (× Keras)", "peak_megabytes", ".0f", "ratio_of_memory"),
+    ):
+        yield f"| {title} | " + " | ".join(workloads) + " |\n" + "|---" * (len(workloads) + 1) + "|"
+        for label in dict.fromkeys(row.label for row in rows):
+            cells = (of.get((workload, label)) for workload in workloads)
+            yield f"| {label} | " + " | ".join(_cell(c, value, form, ratio) for c in cells) + " |"
+        yield ""
+
+
+def _cell(row, value, form, ratio):
+    number, share = (getattr(row, name, None) for name in (value, ratio))
+    if number is None:
+        return "–"
+    return format(number, form) + ("" if share is None else f" ({share:.2f})")
+
+
+def read(path):
+    """The `Row`s of a CSV."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return [_row(line) for line in csv.DictReader(file)]
+
+
+def _row(line):
+    texts = ("workload", "contender", "label", "error")
+    numbers = {k: float(v) if v else None for k, v in line.items() if k not in texts}
+    numbers["batch_size"] = int(numbers["batch_size"])
+    return Row(**{name: line[name] for name in texts}, **numbers)
 
 
 def figures(row):

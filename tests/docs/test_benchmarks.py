@@ -67,6 +67,15 @@ def test_the_table_of_buckets_is_that_of_the_results(monkeypatch, tmp_path):
     assert f"<!-- buckets -->\n\n{expected}" in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["gpt2", "networks", "small_batches"])
+def test_the_tables_of_steps_are_those_of_the_results(name, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    measurements = importlib.import_module("measurements")
+    rows = measurements.read(PAGE.with_suffix("") / f"{name}.csv")
+    expected = "\n".join(measurements.overview(rows))
+    assert f"<!-- {name} -->\n\n{expected}" in PAGE.read_text(encoding="utf-8")
+
+
 def _rows(path):
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

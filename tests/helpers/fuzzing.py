@@ -28,7 +28,7 @@ _NO_RULES = ("GaLore", "PrivateOptimizer", "get", "moments")
 _SIGMA = 1.3
 
 
-def _optimizer(name, arguments, rule):
+def optimizer_of(name, arguments, rule):
     cls = getattr(dp.optimizers, name)
     own = {
         "DP2RMSprop": {"delay": 1, "adaptive_clip_norm": 0.02, "epsilon": 1e-2},
@@ -101,6 +101,7 @@ configurations = st.fixed_dictionaries(
         "model": st.sampled_from(["dense", "words", "image"]),
         "secure": st.booleans(),
         "physical": st.sampled_from([None, 3]),
+        "execution": st.sampled_from(["eager", "eager", "eager", "graph", "xla"]),
         "public": st.booleans(),
         "weighted": st.booleans(),
         "users": st.booleans(),
@@ -165,12 +166,41 @@ class _Known:
     """Puts constant draws in the place of a source's."""
 
     def __init__(self, source):
-        self.value = 0.0
-        source.draw, self.dtype = self.draw, source.dtype
+        self.value = tf.Variable(0.0, dtype=source.dtype)
+        source.draw = self.draw
 
     def draw(self, distribution, shape):
-        constant = tf.fill(shape, tf.constant(self.value, self.dtype))
+        constant = tf.fill(shape, self.value.read_value())
         return (constant, tf.zeros_like(constant)) if distribution is NORMAL_AND_REST else constant
+
+
+class _Last:
+    """What was released last, and the clip norms of its queries: numbers, also from a graph."""
+
+    def __init__(self):
+        self._variables = None
+
+    def __call__(self, queries, released):
+        numbers = [query.clip_norm for query in queries]
+        numbers += [value for part in released for value in (*part.value, *(part.square or ()))]
+        tensors = list(map(tf.convert_to_tensor, numbers))
+        if self._variables is None:
+            with tf.init_scope():
+                self._variables = [tf.Variable(tf.zeros(t.shape, t.dtype)) for t in tensors]
+        for variable, tensor in zip(self._variables, tensors, strict=True):
+            variable.assign(tensor)
+        self._queries, self._released = queries, released
+
+    def read(self):
+        """(queries, released)."""
+        rest = iter([variable.numpy() for variable in self._variables])
+        queries = [query._replace(clip_norm=next(rest)) for query in self._queries]
+        released = []
+        for part in self._released:
+            value = [next(rest) for _ in part.value]
+            square = [next(rest) for _ in part.square or ()]
+            released.append(part._replace(value=value, square=square))
+        return queries, released
 
 
 def _own(c):
@@ -251,15 +281,21 @@ def _released(c, last, value):
         "ablation": c["ablation"],
         "second_moment": lambda: _moments[c["second_moment"]](c["adjacency"]),
     }
-    optimizer = _optimizer(c["rule"], arguments, rule)
-    model.compile(optimizer, "mse", physical_batch_size=c["physical"], run_eagerly=True)
-    known, seen = _Known(optimizer.noise_source), []
-    model.observe_releases(lambda queries, parts: seen.append((queries, parts)))
+    optimizer = optimizer_of(c["rule"], arguments, rule)
+    model.compile(
+        optimizer,
+        "mse",
+        physical_batch_size=c["physical"],
+        run_eagerly=c["execution"] == "eager",
+        jit_compile=c["execution"] == "xla",
+    )
+    known, last_released = _Known(optimizer.noise_source), _Last()
+    model.observe_releases(last_released)
     model.sampling = _sampling(c)
     model.train_on_batch(*_batch(c, "whole"))
-    known.value = value
+    known.value.assign(value)
     model.train_on_batch(*_batch(c, last))
-    return model, *seen[-1]
+    return model, *last_released.read()
 
 
 def _vector(parts):

@@ -21,7 +21,10 @@ def test_every_rule_trains():
         "schedule": None, "policy": "float32", "model": "dense", "secure": False,
         "physical": None, "public": True, "weighted": False, "scale": 30.0, "seed": 0,
     }  # fmt: skip
+    executions = ("eager", "graph", "xla")
     for place, rule in enumerate(RULES):
+        own = {"rule": rule, "moving": place % 3 == 0}
         for users in (False, True) if is_thorough() else (place % 2 == 0,):
-            moving = place % 3 == 0
-            assert check(plain | {"rule": rule, "users": users, "moving": moving}) is None, rule
+            for execution in executions if is_thorough() else (executions[place // 3 % 3],):
+                drawn = own | {"users": users, "execution": execution}
+                assert check(plain | drawn) is None, drawn

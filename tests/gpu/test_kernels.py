@@ -1,0 +1,127 @@
+"""Each operation of a private step has a kernel on GPUs: none has data brought to the host.
+
+What TensorFlow registers is asked, in the types of the step. That the kernels run, and how fast, is
+not shown here: `benchmarks/compare.py --device gpu` does, where there is one.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dp_keras_opt as dp
+from dp_keras_opt import noise
+from dp_keras_opt.accounting import Sampling
+from tests.helpers.fuzzing import RULES, optimizer_of
+from tests.helpers.kernels import without_kernel
+
+B, OWN, STEPS = 6, 2, 12
+
+#: Operations that belong on the host, and why.
+ON_HOST = {}
+#: The same of steps that XLA compiles.
+NOT_COMPILED = {}
+
+
+def cnn():
+    inputs = keras.Input((8, 8, 1))
+    hidden = keras.layers.Conv2D(4, 3, activation="relu")(inputs)
+    hidden = keras.layers.DepthwiseConv2D(3)(hidden)
+    hidden = keras.layers.GroupNormalization(2)(hidden)
+    hidden = keras.layers.Flatten()(keras.layers.MaxPooling2D()(hidden))
+    return inputs, keras.layers.Dense(3)(hidden)
+
+
+def transformer():
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(11, 8)(inputs)
+    hidden += keras.layers.MultiHeadAttention(2, 4)(hidden, hidden, use_causal_mask=True)
+    hidden = keras.layers.Dropout(0.1)(keras.layers.LayerNormalization()(hidden))
+    return inputs, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(hidden))
+
+
+def lstm():
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(11, 8, mask_zero=True)(inputs)
+    hidden = keras.layers.Bidirectional(keras.layers.LSTM(4))(hidden)
+    return inputs, keras.layers.Dense(3)(hidden)
+
+
+OPTIONS = {
+    "plain": {},
+    "galore": {"projection": dp.optimizers.GaLore(2, 2)},
+    "banded": {"noise": noise.BandedMatrix(STEPS, 3)},
+    "laplace": {"noise": noise.Laplace()},
+    "filter": {"gradient_filter": "f6"},
+    "per layer": {"clipping": "per_layer"},
+    "users": {},
+}
+
+
+def step_of(make, rule, option, jit_compile=False):
+    """One traced step of a private model."""
+    inputs, outputs = make()
+    model = dp.DPModel(inputs, outputs)
+    given = {"clip_norm": 0.5, "noise_multiplier": 1.0, "batch_size": B, "seed": 0}
+    described = {"wrapped": "lion", "ablation": None, "second_moment": lambda: "post_processing"}
+    optimizer = optimizer_of(rule, given | OPTIONS[option], described)
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=jit_compile,
+    )
+    users = {"unit": "user", "examples_per_unit": OWN} if option == "users" else {}
+    sampling = Sampling.fixed_order if option == "banded" else Sampling.poisson
+    model.sampling = sampling(48, B, **users)
+    rows = B * (OWN if users else 1) + 2
+    x, y = np.ones((rows, *inputs.shape[1:]), inputs.dtype), np.ones(rows, "int32")
+    mask = np.arange(rows) < rows - 2
+    info = dp.data.RowInfo(
+        mask.reshape(-1, OWN) if users else mask,
+        public=None if mask.all() else np.where(mask, 0, 0.5).astype("float32"),
+    )
+    model.train_on_batch(x, y, info)
+    model._guard.is_stepping = True
+    batch = tf.nest.map_structure(
+        lambda part: None if part is None else tf.convert_to_tensor(part), (x, y, info)
+    )
+    step = tf.function(lambda: model.train_step(batch), jit_compile=jit_compile)
+    return step.get_concrete_function()
+
+
+def unexpected(function, device, known):
+    return {found for found in without_kernel(function, device) if found[0] not in known}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.representatives(6)
+def test_every_optimizer_has_kernels_for_gpus(rule):
+    assert not unexpected(step_of(cnn, rule, "plain"), "GPU", ON_HOST)
+
+
+@pytest.mark.parametrize("rule", ["DPSGD", "DPAdam"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("make", [cnn, transformer, lstm])
+@pytest.mark.representatives(7)
+def test_every_option_has_kernels_for_gpus(make, option, rule):
+    assert not unexpected(step_of(make, rule, option), "GPU", ON_HOST)
+
+
+@pytest.mark.parametrize("option", ["plain", "banded", "laplace", "users"])
+@pytest.mark.parametrize("make", [cnn, transformer, lstm])
+@pytest.mark.representatives(4)
+def test_xla_compiles_every_operation_for_gpus(make, option):
+    step = step_of(make, "DPAdam", option, jit_compile=True)  # this has XLA register its kernels
+    assert not unexpected(step, "XLA_GPU_JIT", NOT_COMPILED)
+
+
+def test_a_missing_kernel_is_found():
+    @tf.function
+    def on_host(x):
+        return tf.strings.length(tf.strings.as_string(x)), tf.linalg.sqrtm(tf.ones((2, 2)))
+
+    found = without_kernel(on_host.get_concrete_function(tf.ones(3)), "GPU")
+    assert {"AsString", "StringLength"} <= {operation for operation, _ in found}
+    in_types = tf.function(lambda x: tf.bitcast(tf.cast(x, tf.uint16), tf.int16) + 1)
+    found = without_kernel(in_types.get_concrete_function(tf.ones(3)), "GPU")
+    assert not {"Const", "Cast"} & {operation for operation, _ in found}
