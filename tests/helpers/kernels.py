@@ -1,7 +1,7 @@
 """For which operations of a traced function TensorFlow has no kernel on a kind of device.
 
-The wheel for Linux carries the registrations of kernels for GPUs, and of what XLA compiles for them,
-on machines without a GPU, too.
+The wheel for Linux carries the registrations of kernels for GPUs, and of what XLA compiles for
+them, on machines without a GPU, too.
 """
 
 import functools
