@@ -25,8 +25,9 @@ _MODELING, _MODELS = "keras_hub.src.layers.modeling", "keras_hub.src.models"
 _COORDINATEWISE = (
     "dinov2.dinov2_layers.DINOV2LayerScale", "dinov3.dinov3_layers.DINOV3LayerScale",
     "edrec.edrec_layers.EdRecRMSNormalization", "gemma.rms_normalization.RMSNormalization",
-    "gemma3.gemma3_layers.RMSNormalization", "gemma3n.rms_normalization.Gemma3nRMSNorm",
-    "gemma4.gemma4_layers.RMSNormalization", "gpt_oss.gpt_oss_layer_norm.GptOssLayerNormalization",
+    "gemma3.gemma3_layers.RMSNormalization", "gemma3.rms_normalization.RMSNormalization",
+    "gemma3n.rms_normalization.Gemma3nRMSNorm", "gemma4.gemma4_layers.RMSNormalization",
+    "gpt_oss.gpt_oss_layer_norm.GptOssLayerNormalization",
     "hgnetv2.hgnetv2_layers.HGNetV2LearnableAffineBlock", "llama.llama_layernorm.LlamaLayerNorm",
     "mistral.mistral_layer_norm.MistralLayerNormalization",
     "mixtral.mixtral_layer_norm.MixtralLayerNormalization",

@@ -16,7 +16,7 @@ from dp_keras_opt.clipping import per_example, state_changes, validation
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.engines import Engines, engines_for
-from dp_keras_opt.clipping.layer_rules import goes_by_name
+from dp_keras_opt.clipping.layer_rules import goes_by_name, rule_for
 from dp_keras_opt.clipping.normalization import names
 from dp_keras_opt.clipping.self_check.engine_check import wrong_variables
 from dp_keras_opt.clipping.self_check.independence import check_independence, is_random_in_inference
@@ -257,6 +257,7 @@ def _failures(model, compare, engines):
     layers = [s for s in served if any(v.path in wrong for v in trained_in(s))]
     # A class that has changed may give other outputs with copies, by which all others seem wrong.
     named = [layer for layer in layers if layer in engines.ruled and goes_by_name(layer)]
-    layers = named or layers or [model] * bool(wrong)
+    copied = [layer for layer in named if rule_for(layer).copies is not None]
+    layers = copied or named or layers or [model] * bool(wrong)
     blamed = names([layer.name for layer in layers])
     return wrong, layers, f"layer {blamed}: the sum of the gradients is not that of the batch"
