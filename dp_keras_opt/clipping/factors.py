@@ -19,6 +19,9 @@ import tensorflow as tf
 #: The smallest float32 number that kernels keep.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
+#: Up to so many positions, a norm in a geometry is found from their pairs.
+FEW_POSITIONS = 8
+
 #: Largest temporary of a norm computation, in float32 numbers (128 MB).
 BLOCK = 2**25
 
@@ -151,8 +154,11 @@ class OuterProducts(Factor):
             return tf.square(tf.norm(self._norms_of_terms(matrix)[..., 0], axis=1))
         if self._is_small:
             return _l2_squared(_scaled(self._materialized(), matrix))
-        if matrix is None and positions is not None and self._gram_is_cheaper:
+        if positions is not None and matrix is None and self._gram_is_cheaper:
             return _with_rounding(self._gram_norm(), self._norms_of_terms(None), products=True)
+        if positions is not None and matrix is not None and self._pairs_are_cheaper:
+            found = self._norm_of_pairs(matrix)
+            return _with_rounding(found, self._norms_of_terms(matrix), products=True)
         total = sum(_l2_squared(block) for block in self._blocks(matrix))
         return _with_rounding(total, self._norms_of_terms(matrix))
 
@@ -214,6 +220,25 @@ class OuterProducts(Factor):
         grams = tf.matmul(a, a, transpose_b=True) * tf.matmul(b, b, transpose_b=True)
         norm = tf.sqrt(tf.maximum(tf.reduce_sum(grams, axis=(1, 2, 3)), 0.0))
         return tf.square(norm * largest[:, 0, 0, 0])
+
+    @property
+    def _pairs_are_cheaper(self):
+        """Whether one product of matrices for each pair beats gradients that are written down."""
+        return self._sizes[1] <= FEW_POSITIONS
+
+    def _norm_of_pairs(self, matrix):
+        """Σ_ts (a_t ∘ a_s)ᵀ S² (b_t ∘ b_s): the squared norm of S ∘ Σ_t a_t ⊗ b_t."""
+        # The scaling is that of `_gram_norm`, the allowance that of `_sizes_of_terms`.
+        (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
+        sizes, largest = _unit_range(largest_a * largest_b, (1, 2, 3))
+        matrix, largest_s = _unit_range(matrix, (0, 1, 2))
+        groups, positions, inputs, outputs = self._sizes
+        t, s = np.triu_indices(positions)
+        a, b = (tf.gather(each, t, axis=2) * tf.gather(each, s, axis=2) for each in (a * sizes, b))
+        pairs = tf.reduce_sum(_through(a, tf.square(matrix)) * b, axis=(1, 3))
+        total = tf.linalg.matvec(pairs, tf.constant(np.where(t == s, 1.0, 2.0), tf.float32))
+        total = tf.maximum(total, 0.0) + groups * inputs * outputs * positions**2 * 8 * _SMALLEST
+        return tf.square(tf.sqrt(total) * (largest * largest_s)[:, 0, 0, 0])
 
     def _blocks(self, matrix):
         """The per-example gradients (B, G, some of I, O), times the geometry (G, I, O)."""

@@ -59,10 +59,11 @@ def true_norm(inputs, deltas, scale, norm):
     return np.abs(scaled).sum(1) if norm == "l1" else np.linalg.norm(scaled, axis=1)
 
 
-@pytest.mark.parametrize("positions", [1, 2, 40])
+@pytest.mark.parametrize("sizes", [(5, 4), (24, 40)])
+@pytest.mark.parametrize("positions", [1, 2, 8, 40])
 @pytest.mark.parametrize("spread", [5, 15, 30])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_norm_of_outer_products_is_too_small(positions, spread, seed):
+def test_no_norm_of_outer_products_is_too_small(positions, sizes, spread, seed):
     """Inputs, deltas and geometry of entries over many powers of ten, those of zero included."""
     rng = np.random.default_rng(seed)
 
@@ -70,8 +71,8 @@ def test_no_norm_of_outer_products_is_too_small(positions, spread, seed):
         numbers = rng.choice([-1, 1], shape) * 10 ** rng.uniform(-spread, spread / 3, shape)
         return np.where(rng.random(shape) < 0.1, 0, numbers).astype("float32")
 
-    inputs, deltas, scale = wide(6, 1, positions, 5), wide(6, 1, positions, 4), np.abs(wide(5, 4))
-    factor = OuterProducts(inputs, deltas, (5, 4))
+    (a, b), scale = (wide(6, 1, positions, size) for size in sizes), np.abs(wide(*sizes))
+    inputs, deltas, factor = a, b, OuterProducts(a, b, sizes)
     for norm, found in (
         ("l2", tf.sqrt(factor.squared_norm(scale))), ("l1", factor.l1_norm(scale))
     ):  # fmt: skip
