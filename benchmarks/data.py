@@ -27,7 +27,6 @@ Tables and CSV go to `output/benchmark/`.
 """
 
 import argparse
-import ast
 import csv
 import dataclasses
 import importlib.util
@@ -214,21 +213,6 @@ def of_memories(rows):
             f"{row.opened_megabytes:+.0f} MB | {row.warm_megabytes:.0f} MB | "
             f"{row.peak_megabytes:.0f} MB | {row.growth_megabytes:+.0f} MB | {row.epsilon:.3f} |"
         )
-
-
-def read(kind, path):
-    """The rows of a CSV file that `write` has written: of `Speed` or `Memory`."""
-    with open(path, newline="", encoding="utf-8") as file:
-        return [
-            kind(**{name: _value(v) for name, v in row.items()}) for row in csv.DictReader(file)
-        ]
-
-
-def _value(text):
-    try:
-        return ast.literal_eval(text) if text else None
-    except (SyntaxError, ValueError):
-        return text
 
 
 def write(name, title, rows, table, options):

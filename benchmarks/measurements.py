@@ -1,5 +1,6 @@
 """What a run of `compare.py` leaves: rows, as CSV and as Markdown."""
 
+import ast
 import csv
 import dataclasses
 import os
@@ -116,17 +117,19 @@ def _cell(row, value, form, ratio):
     return format(number, form) + ("" if share is None else f" ({share:.2f})")
 
 
-def read(path):
-    """The `Row`s of a CSV."""
+def read(kind, path):
+    """The rows of a CSV file, of the dataclass `kind`; None for what is empty."""
     with open(path, newline="", encoding="utf-8") as file:
-        return [_row(line) for line in csv.DictReader(file)]
+        return [
+            kind(**{name: _value(v) for name, v in row.items()}) for row in csv.DictReader(file)
+        ]
 
 
-def _row(line):
-    texts = ("workload", "contender", "label", "error")
-    numbers = {k: float(v) if v else None for k, v in line.items() if k not in texts}
-    numbers["batch_size"] = int(numbers["batch_size"])
-    return Row(**{name: line[name] for name in texts}, **numbers)
+def _value(text):
+    try:
+        return ast.literal_eval(text) if text else None
+    except (SyntaxError, ValueError):
+        return text
 
 
 def figures(row):

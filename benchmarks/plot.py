@@ -3,11 +3,12 @@
 python benchmarks/plot.py output/benchmark
 """
 
-import csv
+import dataclasses
 import pathlib
 import sys
 
 import matplotlib
+import measurements
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -33,19 +34,10 @@ def main(folder):
     plt.rcParams.update(STYLE)
     for name, draw in (("table", dots), ("scaling", lines)):
         if (folder / f"{name}.csv").exists():
-            figure = draw(read(folder / f"{name}.csv"))
+            rows = measurements.read(measurements.Row, folder / f"{name}.csv")
+            figure = draw(list(map(dataclasses.asdict, rows)))
             figure.savefig(folder / f"{name}.png", dpi=150)
             plt.close(figure)
-
-
-def read(path):
-    """The rows of a CSV file; numbers as floats, or None where there is none."""
-    words = ("workload", "contender", "label", "error")
-    with open(path, newline="", encoding="utf-8") as file:
-        return [
-            {k: v if k in words else float(v) if v else None for k, v in row.items()}
-            for row in csv.DictReader(file)
-        ]
 
 
 def color(row):

@@ -210,13 +210,17 @@ class OuterProducts(Factor):
         _, positions, inputs, outputs = self._sizes
         return positions * (inputs + outputs) < inputs * outputs
 
-    def _gram_norm(self):
-        """Σ_ts (a_t·a_s)(b_t·b_s): the squared norm of Σ_t a_t ⊗ b_t, in T² products."""
+    def _terms_in_range(self):
+        """Inputs and deltas whose products are at most 1, and the largest product (B, 1, 1, 1)."""
         # Each term over its own largest entries: huge inputs whose deltas are zero must not make
         # the other terms vanish beside them.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
         sizes, largest = _unit_range(largest_a * largest_b, (1, 2, 3))
-        a *= sizes
+        return a * sizes, b, largest
+
+    def _gram_norm(self):
+        """Σ_ts (a_t·a_s)(b_t·b_s): the squared norm of Σ_t a_t ⊗ b_t, in T² products."""
+        a, b, largest = self._terms_in_range()
         grams = tf.matmul(a, a, transpose_b=True) * tf.matmul(b, b, transpose_b=True)
         norm = tf.sqrt(tf.maximum(tf.reduce_sum(grams, axis=(1, 2, 3)), 0.0))
         return tf.square(norm * largest[:, 0, 0, 0])
@@ -228,15 +232,14 @@ class OuterProducts(Factor):
 
     def _norm_of_pairs(self, matrix):
         """Σ_ts (a_t ∘ a_s)ᵀ S² (b_t ∘ b_s): the squared norm of S ∘ Σ_t a_t ⊗ b_t."""
-        # The scaling is that of `_gram_norm`, the allowance that of `_sizes_of_terms`.
-        (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
-        sizes, largest = _unit_range(largest_a * largest_b, (1, 2, 3))
+        a, b, largest = self._terms_in_range()
         matrix, largest_s = _unit_range(matrix, (0, 1, 2))
         groups, positions, inputs, outputs = self._sizes
         t, s = np.triu_indices(positions)
-        a, b = (tf.gather(each, t, axis=2) * tf.gather(each, s, axis=2) for each in (a * sizes, b))
+        a, b = (tf.gather(each, t, axis=2) * tf.gather(each, s, axis=2) for each in (a, b))
         pairs = tf.reduce_sum(_through(a, tf.square(matrix)) * b, axis=(1, 3))
         total = tf.linalg.matvec(pairs, tf.constant(np.where(t == s, 1.0, 2.0), tf.float32))
+        # Of each entry of each pair, what flushed to zero on the way is less.
         total = tf.maximum(total, 0.0) + groups * inputs * outputs * positions**2 * 8 * _SMALLEST
         return tf.square(tf.sqrt(total) * (largest * largest_s)[:, 0, 0, 0])
 

@@ -55,7 +55,7 @@ def test_the_tables_of_data_on_disk_are_those_of_the_results(name, table, monkey
     monkeypatch.syspath_prepend(BENCHMARKS)
     data = importlib.import_module("data")
     kind = data.Speed if name == "data" else data.Memory
-    rows = data.read(kind, PAGE.with_suffix("") / f"{name}.csv")
+    rows = data.measurements.read(kind, PAGE.with_suffix("") / f"{name}.csv")
     expected = "\n".join(getattr(data, table)(rows))
     assert f"<!-- {name} -->\n\n{expected}\n" in PAGE.read_text(encoding="utf-8")
 
@@ -71,7 +71,7 @@ def test_the_table_of_buckets_is_that_of_the_results(monkeypatch, tmp_path):
 def test_the_tables_of_steps_are_those_of_the_results(name, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     measurements = importlib.import_module("measurements")
-    rows = measurements.read(PAGE.with_suffix("") / f"{name}.csv")
+    rows = measurements.read(measurements.Row, PAGE.with_suffix("") / f"{name}.csv")
     expected = "\n".join(measurements.overview(rows))
     assert f"<!-- {name} -->\n\n{expected}" in PAGE.read_text(encoding="utf-8")
 
