@@ -16,6 +16,7 @@ from dp_keras_opt._keras import is_grain_dataset, is_tf_dataset, is_torch_datalo
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.data import failures
 from dp_keras_opt.data.buckets import Blocks, blocks_of
+from dp_keras_opt.data.mapping import writes_variables
 from dp_keras_opt.workers import place
 
 
@@ -110,7 +111,9 @@ class Batches:
             mapped = tf.map_fn(lambda pair: function(*pair), (x, y), fn_output_signature=signature)
             return (*mapped, *rows)
 
-        mapped = self.dataset.map(each, num_parallel_calls=tf.data.AUTOTUNE)
+        traced = tf.function(each).get_concrete_function(*self.dataset.element_spec)
+        at_once = None if writes_variables(traced.graph) else tf.data.AUTOTUNE
+        mapped = self.dataset.map(traced, num_parallel_calls=at_once)
         return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))
 
     @property

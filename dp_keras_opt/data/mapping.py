@@ -31,6 +31,21 @@ _EXACT = {
 }  # fmt: skip
 
 
+_one_writes = threading.Lock()
+
+
+def writes_variables(graph) -> bool:
+    """Whether this graph writes a variable, as the seeds of Keras's random layers are.
+
+    They read their seed and write the next one in two operations: of batches that are made at the
+    same time, two would be given the same random numbers.
+    """
+    definition = graph.as_graph_def()
+    functions = [each.node_def for each in definition.library.function]
+    return any(node.op.startswith("Assign") for nodes in (definition.node, *functions)
+               for node in nodes)  # fmt: skip
+
+
 def in_turn(*functions):
     """What maps columns, a list, of functions of which each takes what the one before it gives.
 
@@ -199,9 +214,19 @@ class Traced:
 
         at_once = _rows_at_once(traced.graph, (*specs, *signature))
         in_turns = compiled(functools.partial(_row_by_row, at_once=at_once))
+        if writes_variables(traced.graph):
+            return _alone(in_turns), form
         if at_once == 1 or not {op.type for op in traced.graph.get_operations()} <= _EXACT:
             return in_turns, form
         return _Checked(compiled(_all_rows), in_turns), form
+
+
+def _alone(function):
+    def alone(*leaves):
+        with _one_writes:
+            return function(*leaves)
+
+    return alone
 
 
 class _Checked:
