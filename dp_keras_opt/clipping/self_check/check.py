@@ -86,7 +86,7 @@ def checked_engines(
         is_random = passes.run(wide, before).is_random
         away = _elsewhere(model, assignments, weights, before, lambda at: passes.why_not(wide, at))
         _check_lengths(model, passes, synthetic, wide, (before, away), is_random)
-        _check_rows(passes, synthetic, wide, (before, away), is_random, most)
+        _check_rows(passes, synthetic, batch, wide, (before, away), is_random, most)
         del away  # as large as the model
         engines = _right_engines(model, per_example_loss, (narrow, wide), before, is_random)
     finally:
@@ -178,18 +178,22 @@ def _check_lengths(model, passes, synthetic, wide, states, is_random):
                 )
 
 
-def _check_rows(passes, synthetic, wide, states, is_random, most):
+def _check_rows(passes, synthetic, form, wide, states, is_random, most):
     """Whether rows change with the others."""
     random, alone_in = np.random.default_rng(2), "training"
     if is_random:
         in_both = is_random_in_inference(passes, wide, states[0])
         alone_in = None if in_both else "inference"
+    # Of numbers for which there is a trace, unless the data may have single rows.
+    is_open = any(leaf is not None and leaf.shape[0] is None for leaf in tf.nest.flatten(form))
+    few = min(_FEW, most)
     for number, (rows, magnitude, outlier, style) in enumerate(_DRAWS):
         rows = min(rows, most)
+        copies = 1 if is_open or few == most else few if rows == most else most
         for row, at in zip((0, rows - 1), states, strict=True):
             drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style)
             at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both
-            check_independence(passes, *drawn, row, at, alone_in, style == "missing")
+            check_independence(passes, *drawn, row, at, alone_in, copies, style == "missing")
     states[0].shift = 0
 
 

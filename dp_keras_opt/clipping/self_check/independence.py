@@ -39,22 +39,24 @@ def check_independence(
     row: int,
     before: Snapshot,
     alone_in: str | None,
+    copies: int,
     must_be_finite: bool = False,
 ) -> None:
-    """Runs a model on batches that differ in one row, and on this row alone, and compares.
+    """Runs a model on batches that differ in one row, and on copies of this row, and compares.
 
     Args:
         passes: of the model.
         batch, changed: synthetic batches that differ in one row.
         row: the place of that row.
         before: the model's state at which each pass begins.
-        alone_in: the mode, "training" or "inference", in which a row alone has no other random
-            numbers than in a batch; None where it has in both.
+        alone_in: the mode, "training" or "inference", in which copies of a row have no other random
+            numbers than the batch; None where they have in both.
+        copies: how many; another number than that of the rows, which may matter by itself.
         must_be_finite: whether the batches tell nothing where the losses are not finite.
 
     Raises:
         ValueError: the outputs of a layer, or the losses, of other rows changed, or are others for
-            a row alone; or a layer adds a loss that depends on the data.
+            a row among its copies; or a layer adds a loss that depends on the data.
     """
     rows = keras.tree.flatten(batch.x)[0].shape[0]
     try:
@@ -79,8 +81,10 @@ def check_independence(
         training = alone_in == "training"
         if not training:
             first = passes.run(batch, before, training)
-        single = tf.nest.map_structure(lambda t: None if t is None else t[it], batch)
-        alone = passes.run(single, before, training)
+        copied = tf.nest.map_structure(
+            lambda t: None if t is None else np.repeat(t[it], copies, axis=0), batch
+        )
+        alone = passes.run(copied, before, training)
         _compare(first, alone, [(it, slice(1))], other_kernels=True)
     if passes.added:
         raise ValueError(
