@@ -19,10 +19,17 @@ from dp_keras_opt._keras import method_of_call, patched
 from dp_keras_opt.clipping import grouped_rows, per_example
 from dp_keras_opt.clipping.batch import valid_rows
 from dp_keras_opt.clipping.factors import DenseGradients, joined, sizes_of
+from dp_keras_opt.clipping.graphs import current_graph
 from dp_keras_opt.clipping.layer_rules import rule_for
 from dp_keras_opt.clipping.patches import compiled
 
 _ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
+
+_ELSEWHERE = (
+    "it is called within a loop, branch or function of TensorFlow (tf.while_loop, tf.cond, "
+    "tf.function), out of which its gradient cannot be had. Call it outside, on the whole batch, "
+    "and select from what it gives"
+)
 
 
 class CallFailed(ValueError):
@@ -117,19 +124,26 @@ def recording(engines, num_rows, count):
     Raises:
         CallFailed: a layer cannot be run one example at a time.
     """
-    calls, failures, repeated = [], [], []
+    calls, failures, repeated, graph = [], [], [], current_graph()
+
+    def record(layer, source, factors):
+        if getattr(source, "graph", None) is not graph:  # it would seem to have no gradient
+            failures.append(CallFailed(layer, _ELSEWHERE))
+            raise failures[-1]
+        calls.append(Call(layer, source, factors))
+
     with contextlib.ExitStack() as patches:
         for layer in engines.ruled:
             method = method_of_call(layer)
             if rule_for(layer).copies is not None:
-                recorder = _copying_recorder(layer, calls, failures)
+                recorder = _copying_recorder(layer, record, failures)
             elif rule_for(layer).loop is not None:
-                recorder, method = _loop_recorder(layer, calls, failures), "inner_loop"
+                recorder, method = _loop_recorder(layer, record, failures), "inner_loop"
             else:
-                recorder = _recorder(layer, calls, repeated, num_rows, count, engines)
+                recorder = _recorder(layer, record, repeated, num_rows, count, engines)
             patches.enter_context(patched(layer, method, recorder))
         for layer in engines.general:
-            recorder = _per_example_recorder(layer, calls, failures, num_rows, engines)
+            recorder = _per_example_recorder(layer, record, failures, num_rows, engines)
             patches.enter_context(patched(layer, method_of_call(layer), recorder))
         try:
             yield calls
@@ -141,7 +155,7 @@ def recording(engines, num_rows, count):
             raise
 
 
-def _recorder(layer, calls, repeated, num_rows, count, engines):
+def _recorder(layer, record, repeated, num_rows, count, engines):
     forward, rule = getattr(layer, method_of_call(layer)), rule_for(layer)
     numbers = itertools.count()
 
@@ -185,13 +199,13 @@ def _recorder(layer, calls, repeated, num_rows, count, engines):
             except _ERRORS as error:
                 raise CallFailed(layer, error) from error
 
-        calls.append(Call(layer, source, factors))
+        record(layer, source, factors)
         return outputs
 
     return call
 
 
-def _copying_recorder(layer, calls, failures):
+def _copying_recorder(layer, record, failures):
     """For a rule by copies: each example meets weights of its own, in the layer's own call."""
     forward, rule = getattr(layer, method_of_call(layer)), rule_for(layer)
 
@@ -200,7 +214,7 @@ def _copying_recorder(layer, calls, failures):
             weights = tf.convert_to_tensor(variable)
             weights = tf.cast(weights, dtype or weights.dtype)
             copies = tf.broadcast_to(weights, (sizes_of(inputs)[0], *weights.shape))
-            calls.append(Call(layer, copies, lambda g: [(variable, DenseGradients(g))]))
+            record(layer, copies, lambda g: [(variable, DenseGradients(g))])
             return copies
 
         with contextlib.ExitStack() as patches:
@@ -215,16 +229,13 @@ def _copying_recorder(layer, calls, failures):
     return call
 
 
-def _loop_recorder(layer, calls, failures):
+def _loop_recorder(layer, record, failures):
     """For a rule by a loop: it takes the place of the layer's own."""
     rule = rule_for(layer)
 
-    def record(source, factors):
-        calls.append(Call(layer, source, factors))
-
     def loop(*args, **kwargs):
         try:
-            return rule.loop(layer, record, *args, **kwargs)
+            return rule.loop(layer, functools.partial(record, layer), *args, **kwargs)
         except _ERRORS as error:
             failures.append(CallFailed(layer, error))
             raise
@@ -232,7 +243,7 @@ def _loop_recorder(layer, calls, failures):
     return loop
 
 
-def _per_example_recorder(layer, calls, failures, num_rows, engines):
+def _per_example_recorder(layer, record, failures, num_rows, engines):
     forward, numbers = getattr(layer, method_of_call(layer)), itertools.count()
 
     def call(*args, **kwargs):
@@ -254,7 +265,7 @@ def _per_example_recorder(layer, calls, failures, num_rows, engines):
             def factors(g, variable=variable):
                 return [(variable, DenseGradients(g))]
 
-            calls.append(Call(layer, copy, factors))
+            record(layer, copy, factors)
         return outputs
 
     return call

@@ -49,8 +49,11 @@ class Engines(NamedTuple):
         return self._replace(ruled=tuple(ruled), general=tuple(general), splits={}, demoted=demoted)
 
 
-def engines_for(model):
-    """Walks the model and gives each layer that owns trainable variables an engine."""
+def engines_for(model, open_sizes=False):
+    """Walks the model and gives each layer that owns trainable variables an engine.
+
+    `open_sizes`: whether the data leaves sizes open besides the number of rows.
+    """
     ruled, general = [], []
 
     def walk(layer):
@@ -61,7 +64,7 @@ def engines_for(model):
             ruled.append(layer)
             if found.loop is not None:
                 return
-        elif per_example.is_unit(layer):
+        elif per_example.is_unit(layer, open_sizes):
             general.append(layer)
             return
         for child in per_example.children(layer):  # of a ruled layer: an activation with weights

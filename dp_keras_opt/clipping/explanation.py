@@ -85,7 +85,9 @@ def _trained(model, engines):
             whole |= {id(part): reason for part in layers_of(layer)}
         if id(layer) in whole:
             engine = "whole model, one example at a time"
-        elif reason or per_example.runs_loop(layer):  # an RNN: its weights are those of its cell
+        elif reason or per_example.runs_loop(
+            layer, False
+        ):  # an RNN: its weights are those of its cell
             parts, engine = layers_of(layer), "one example at a time" if reason else engine
         own = [unseen.pop(id(v)) for part in parts for v in _own(part) if id(v) in unseen]
         if own:

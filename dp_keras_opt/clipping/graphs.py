@@ -10,6 +10,11 @@ import tensorflow as tf
 PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 
 
+def current_graph() -> tf.Graph | None:
+    """The graph that is being traced, None in eager execution."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
 def functions(operation: tf.Operation) -> list[str]:
     """Names of the functions that an operation calls."""
     names = []

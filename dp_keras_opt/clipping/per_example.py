@@ -27,6 +27,9 @@ LOOPS = (keras.layers.RNN, keras.layers.Wrapper)
 #: Wrappers that call what they wrap once, on the whole batch, and assign to its weights before.
 ONCE = (keras.layers.SpectralNormalization,)
 
+#: Those that call it so once a step, where the number of steps is known, and else in a loop.
+ONCE_A_STEP = (keras.layers.TimeDistributed,)
+
 
 def children(layer):
     """The direct sublayers of a layer or model."""
@@ -39,14 +42,15 @@ def owns_variables(layer):
     return any(id(v) not in below for v in trained_in(layer))
 
 
-def runs_loop(layer):
-    """Whether the layer runs its sublayers in a loop."""
-    return isinstance(layer, LOOPS) and not isinstance(layer, ONCE)
+def runs_loop(layer, open_sizes=True):
+    """Whether the layer runs its sublayers in a loop, if sizes such as lengths are open or not."""
+    calls = ONCE if open_sizes else (*ONCE, *ONCE_A_STEP)
+    return isinstance(layer, LOOPS) and not isinstance(layer, calls)
 
 
-def is_unit(layer):
+def is_unit(layer, open_sizes=True):
     """Whether a layer without a rule is run as a whole, and not sublayer by sublayer."""
-    return runs_loop(layer) or owns_variables(layer)
+    return runs_loop(layer, open_sizes) or owns_variables(layer)
 
 
 def has_loops(layer):

@@ -115,3 +115,55 @@ def test_text_vectorization_in_a_model(mask):
     train = dp.data.poisson_batches((x.numpy(), y), B, steps_per_epoch=2)
     private.fit(train, verbose=0)
     assert private.ledger.steps == 2
+
+
+def _steps_of_a_sequence():
+    """A layer for each step, whose number is open."""
+    inputs = keras.Input((None, 3))
+    each = layers.TimeDistributed(layers.Dense(4, activation="tanh"), name="each")
+    return keras.Model(inputs, layers.Dense(1)(layers.LSTM(3)(each(layers.Masking()(inputs)))))
+
+
+@pytest.mark.parametrize("steps", [5, None])
+def test_a_layer_for_each_step_is_run_as_one_where_their_number_is_open(steps):
+    """Keras calls it in a loop then, in which nothing can be recorded."""
+    model = _steps_of_a_sequence()
+    private = compiled(model)
+    form = Batch(tf.TensorSpec([B, steps, 3]), tf.TensorSpec([B, 1]))
+    engines = checked_engines(private, form)
+    assert [layer.name for layer in engines.general] == ["each"] * (steps is None)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(B, 5, 3)).astype("float32"), np.ones((B, 1), "float32")
+    sums = clipped_sums(private, Batch(x, tf.constant(y)), (Query(clip_norm=0.05),), engines).sums
+    gradients = one_at_a_time(model, lambda t, p: tf.reduce_mean(tf.square(t - p)), x, y)
+    assert_close(sums[0], clip_and_sum(gradients, 0.05))
+
+
+@keras.saving.register_keras_serializable("tests")
+class _Branch(layers.Layer):
+    """Calls a layer where no gradient of its output comes out: eagerly it does not show."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.inner = how, layers.Dense(3, name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        if self.how == "branch":
+            return tf.cond(
+                tf.reduce_sum(self.inner.kernel) > -1e9, lambda: self.inner(x), lambda: x
+            )
+        return tf.while_loop(lambda i, _: i < 2, lambda i, h: (i + 1, self.inner(h)), (0, x))[1]
+
+
+@pytest.mark.parametrize("how", ["branch", "loop"])
+def test_a_layer_called_where_it_cannot_be_recorded_is_named(how):
+    """It would have no gradient, and be moved by the noise alone."""
+    inputs = keras.Input((3,))
+    private = compiled(keras.Model(inputs, layers.Dense(1)(_Branch(how)(inputs))))
+    x, y = np.ones((B, 3), "float32"), np.ones((B, 1), "float32")
+    private.sampling = dp.accounting.Sampling.poisson(num_examples=100, batch_size=B)
+    with pytest.raises(ValueError, match="'inner': it is called within a loop.*Call it outside"):
+        private.train_on_batch(x, y)

@@ -76,7 +76,7 @@ _FAMILIES = {
         (series.temporal_convolutions, trains()),
         (series.transformer_of_a_series, trains()),
         (series.conv_lstm, trains()),
-        (series.cnn_lstm, trains(RULE, ONE)),
+        (series.cnn_lstm, trains()),
         (series.ctc, trains()),
         (series.graph_convolution, trains(RULE, ONE)),
     ],

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dp_keras_opt._keras import adds_losses, layers_of, method_of_call, patched, trained_in
 from dp_keras_opt.clipping.batch import Batch
+from dp_keras_opt.clipping.graphs import current_graph
 from dp_keras_opt.clipping.per_example import children, runs_loop
 from dp_keras_opt.clipping.state_changes import Snapshot, seeds
 
@@ -103,7 +104,7 @@ class Passes:
         with contextlib.ExitStack() as patches:
             for layer in dict.fromkeys(_watched(self._model)):
                 method = method_of_call(layer)
-                seeing = _seen(layer.name, getattr(layer, method), seen, _graph())
+                seeing = _seen(layer.name, getattr(layer, method), seen, current_graph())
                 patches.enter_context(patched(layer, method, seeing))
             losses = self._forward(Batch(*batch), training)
         found = [layer.name for layer in layers_of(self._model) if adds_losses(layer)]
@@ -145,14 +146,10 @@ def _watched(layer):
     that matters is what it gives.
     """
     for child in children(layer):
-        if trained_in(child) and children(child) and not runs_loop(child):
+        if trained_in(child) and children(child) and not runs_loop(child, False):
             yield from _watched(child)
         else:
             yield child
-
-
-def _graph():
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _seen(name, call, seen, graph):
