@@ -24,6 +24,7 @@ __all__ = [
     "impulse_response",
     "multistage_noise",
     "norm_histogram",
+    "roc",
     "scores",
     "spectrum",
 ]
@@ -311,6 +312,39 @@ def scores(
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel(f"score ({'higher' if higher_is_better else 'lower'} is better)")
     axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    return axes
+
+
+def roc(curves: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]], axes: Any = None) -> Any:
+    """How many members attacks find at each rate of false alarms, on logarithmic axes.
+
+    Args:
+        curves: dict from labels to (false-positive rates, true-positive rates), rising, as
+            `audit.AttackResult.roc` has them.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: there are no curves, or no rate is above 0.
+    """
+    rates = np.concatenate(
+        [np.zeros(0), *(np.asarray(c, np.float64).ravel() for c in curves.values())]
+    )
+    if not np.any(rates > 0):
+        raise ValueError("There is nothing to draw: no rate is above 0.")
+    least = np.min(rates[rates > 0])
+    axes = axes or _new_axes()
+    for label, (false, true) in curves.items():
+        axes.plot(np.maximum(false, least), np.maximum(true, least), drawstyle="steps-post",
+                  label=label)  # fmt: skip
+    axes.plot([least, 1], [least, 1], color="black", linestyle=":", label="blind guess")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("false-positive rate")
+    axes.set_ylabel("true-positive rate")
     axes.legend()
     return axes
 

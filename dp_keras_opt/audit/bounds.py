@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 
 def one_run_p_value(
@@ -84,13 +84,42 @@ def many_run_bound(
     Reference: Kairouz, Oh and Viswanath, "The composition theorem for differential privacy", ICML
     2015, arXiv:1311.0776.
     """
-    share = (1 - confidence) / 2
-    fpr = _clopper_pearson(np.asarray(false_positives), without, share)
-    fnr = _clopper_pearson(np.asarray(false_negatives), with_, share)
+    fpr, fnr = _error_rates(false_positives, without, false_negatives, with_, confidence)
     advantage = np.maximum(
         np.maximum(1 - delta - fnr, 0) / fpr, np.maximum(1 - delta - fpr, 0) / fnr
     )
     return np.log(np.maximum(advantage, 1.0))
+
+
+def many_run_mu_bound(
+    false_positives: int | np.ndarray,
+    without: int,
+    false_negatives: int | np.ndarray,
+    with_: int,
+    confidence: float = 0.95,
+) -> float | np.ndarray:
+    """A lower bound on μ of Gaussian differential privacy from the errors of such a test.
+
+    A μ-Gaussian private training lets no test have Φ⁻¹(1 − FPR) − Φ⁻¹(FNR) > μ. What that proves of
+    ε, and of what, is said at `gaussian_mu_bound`.
+
+    Args: see `many_run_bound`.
+
+    Reference: Dong, Roth and Su, "Gaussian differential privacy", Journal of the Royal Statistical
+    Society B 84(1), 2022, arXiv:1905.02383.
+    """
+    fpr, fnr = _error_rates(false_positives, without, false_negatives, with_, confidence)
+    with np.errstate(invalid="ignore"):  # an error rate that may be 1 proves nothing
+        return np.nan_to_num(np.maximum(-special.ndtri(fpr) - special.ndtri(fnr), 0.0))
+
+
+def _error_rates(false_positives, without, false_negatives, with_, confidence):
+    """Upper bounds on both error rates, which hold together at this confidence."""
+    share = (1 - confidence) / 2
+    return (
+        _clopper_pearson(np.asarray(false_positives), without, share),
+        _clopper_pearson(np.asarray(false_negatives), with_, share),
+    )
 
 
 def _clopper_pearson(errors, runs, share):

@@ -13,7 +13,13 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt.accounting import Ledger
-from dp_keras_opt.audit.bounds import many_run_bound, membership_auc, one_run_bound
+from dp_keras_opt.audit.bounds import (
+    many_run_bound,
+    many_run_mu_bound,
+    membership_auc,
+    one_run_bound,
+)
+from dp_keras_opt.audit.trade_off import gaussian_epsilon, gaussian_mu_bound
 from dp_keras_opt.clipping import Batch, clip_groups
 from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.clipped_sum import clip_factor, norms_by_group
@@ -36,8 +42,10 @@ class AuditReport:
     """What an audit found.
 
     Guarantee: with probability `confidence` over the coins and the training, the training's true ε
-    at `delta` is at least `lower_bound`. An audit that passes proves nothing: a stronger attack, or
-    other canaries, might find more.
+    at `delta` is at least `lower_bound`. With the same probability the training is μ-Gaussian DP
+    for no μ below `gaussian_mu`; that proves `gaussian_epsilon` only of a training whose trade-off
+    curve is Gaussian. Both hold at once with 2·confidence − 1 at least. An audit that passes proves
+    nothing: a stronger attack, or other canaries, might find more.
 
     Attributes:
         lower_bound: on ε at `delta`.
@@ -48,6 +56,8 @@ class AuditReport:
         auc: of membership inference, the chance that a canary that was in scores above one that was
             not: 1/2 is blind, 1 is perfect. A plain estimate, without any confidence.
         method: in words.
+        gaussian_mu: the lower bound on μ, by f-DP for one run (`gaussian_mu_bound`), by the errors
+            of the test for many (`many_run_mu_bound`).
     """
 
     lower_bound: float
@@ -58,19 +68,29 @@ class AuditReport:
     correct: int
     auc: float
     method: str
+    gaussian_mu: float
 
     @property
     def passed(self) -> bool:
-        """Whether the claim was not refuted."""
+        """Whether the claim was not refuted. The bound on μ does not count: it refutes no ε."""
         return self.lower_bound <= self.epsilon
 
+    @property
+    def gaussian_epsilon(self) -> float:
+        """ε at `delta` of `gaussian_mu`; what it proves, and of what, is said above."""
+        return gaussian_epsilon(self.gaussian_mu, self.delta)
+
     def __str__(self):
+        mu = f"μ ≥ {self.gaussian_mu:.3f}"
+        if self.delta:
+            mu += f" and ε ≥ {self.gaussian_epsilon:.3f}"
         verdict = "does not refute" if self.passed else "REFUTES"
         return (
             f"ε ≥ {self.lower_bound:.3f} at δ = {self.delta:g} with confidence "
             f"{self.confidence:g}, which {verdict} the claimed ε = {self.epsilon:.3f}. "
             f"{self.correct} of {self.guesses} guesses were right, AUC {self.auc:.3f} "
-            f"({self.method})."
+            f"({self.method}). If its trade-off curve is Gaussian, {mu}; of other "
+            "curves this proves no ε."
         )
 
 
@@ -245,8 +265,9 @@ def canary_audit(
 
     With `runs=1`, all canaries are in one training, each by a fair coin: the audit of Steinke,
     Nasr and Jagielski. The highest scores are guessed to be in, as many of the lowest to be out,
-    and the others not guessed (`one_run_bound`). Many canaries in one run are cheap, but even the
-    best attack proves no more than about a third to a half of the true ε.
+    and the others not guessed (`one_run_bound`, and `gaussian_mu_bound` for μ). Many canaries in
+    one run are cheap, but even the best attack proves no more than about a third to a half of the
+    true ε.
 
     With `runs` > 1, one canary is in `runs` trainings and out of as many. Score and threshold are
     chosen on the first quarter of them, the errors counted on the others (`many_run_bound`). For
@@ -274,7 +295,8 @@ def canary_audit(
         replacements: None, or `(x, y)`, what stands in the place of canaries that are left out.
         runs: 1, or how many to do with the canary, and how many without.
         guesses: for one run, which shares (0 to 1) of the coins to guess. The bound is the best
-            over these and the scores, each at its share of 1 − confidence (Bonferroni).
+            over these and the scores, each at its share of 1 − confidence (Bonferroni); so is that
+            on μ.
         confidence: with this probability or more, the lower bound holds.
         accountant: which of the ledger's to hold it against: "auto", "rdp", "pld" or "pure".
         observe: what is kept of each step; see `inclusion_estimates`.
@@ -321,13 +343,14 @@ def _one_run(train, shares, delta, confidence, rng):
     m = _count(train.canaries)
     included = rng.random(m) < 0.5
     share = (1 - confidence) / (len(train.scores) * len(shares))
-    best = None
+    best, mu = None, 0.0
     for score in train(included):
         order = np.lexsort((rng.random(m), score))  # ties in random order
         for part in shares:
             side = max(1, int(part * m / 2))
             correct = int(included[order[-side:]].sum() + (~included[order[:side]]).sum())
             bound = one_run_bound(m, 2 * side, correct, delta, 1 - share)
+            mu = max(mu, gaussian_mu_bound(m, 2 * side, correct, 1 - share))
             if best is None or bound > best["lower_bound"]:
                 best = {
                     "lower_bound": bound,
@@ -335,7 +358,7 @@ def _one_run(train, shares, delta, confidence, rng):
                     "correct": correct,
                     "auc": membership_auc(score[included], score[~included]),
                 }
-    return best | {"method": f"one run with {m} canaries"}
+    return best | {"gaussian_mu": mu, "method": f"one run with {m} canaries"}
 
 
 def _many_runs(train, runs, delta, confidence):
@@ -361,10 +384,10 @@ def _many_runs(train, runs, delta, confidence):
         best = max(best, (bounds[place], score, thresholds[place]), key=lambda found: found[0])
     _, score, threshold = best
     false_positives, false_negatives = errors(score, threshold, second)
+    counts = false_positives, rest, false_negatives, rest
     return {
-        "lower_bound": float(
-            many_run_bound(false_positives, rest, false_negatives, rest, delta, confidence)
-        ),
+        "lower_bound": float(many_run_bound(*counts, delta, confidence)),
+        "gaussian_mu": float(many_run_mu_bound(*counts, confidence)),
         "guesses": 2 * rest,
         "correct": int(2 * rest - false_positives - false_negatives),
         "auc": membership_auc(with_[score], without[score]),

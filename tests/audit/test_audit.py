@@ -241,6 +241,40 @@ def test_the_area_under_the_curve():
 # The whole.
 
 
+@pytest.mark.parametrize("runs", [1, 60])
+def test_a_bound_on_mu_is_found_beside_that_on_epsilon(runs):
+    # Full batches without clipping loss: each canary is a coordinate of its own, so that T steps
+    # are one Gaussian with μ = √T/σ = 2, which the matched filter sees whole.
+    def make_model():
+        inputs = keras.Input((400,))
+        model = dp.DPModel(inputs, keras.layers.Dense(1, use_bias=False)(inputs))
+        optimizer = dp.optimizers.DPSGD(
+            1e-3, clip_norm=1.0, noise_multiplier=1.0, batch_size=400, seed=0
+        )
+        model.compile(optimizer, "mse")
+        return model
+
+    def batches(data):
+        return dp.data.assume_sampling(
+            tf.data.Dataset.from_tensor_slices(data).batch(400).repeat(4),
+            dp.accounting.Sampling.full(400),
+        )  # fmt: skip
+
+    rows, targets = np.eye(400), np.full((400, 1), 100.0)
+    chosen = slice(0, 400 if runs == 1 else 1)
+    canaries_ = (rows[chosen], targets[chosen])
+    rest = (rows[:0], targets[:0]) if runs == 1 else (rows[1:], targets[1:])
+    report = audit.canary_audit(
+        make_model, rest, canaries_, delta=1e-5, batches=batches, runs=runs, seed=0
+    )
+    assert 0.5 < report.gaussian_mu < 2.0
+    assert report.gaussian_epsilon == pytest.approx(
+        audit.gaussian_epsilon(report.gaussian_mu, 1e-5)
+    )
+    assert report.lower_bound < report.gaussian_epsilon < report.epsilon
+    assert f"μ ≥ {report.gaussian_mu:.3f} and ε" in str(report)
+
+
 def test_canaries_that_are_left_out_count_for_nothing():
     seen, batches = recorded(2)
     audit.canary_audit(sgd_model, examples(40), 16, delta=1e-4, batches=batches, seed=3)
