@@ -452,10 +452,10 @@ def _roc(members, others):
 
 def _wilson(share, trials, confidence):
     """Wilson's interval of a share that need not be a whole number of the trials."""
-    z2 = stats.norm.ppf((1 + confidence) / 2) ** 2
+    z2 = float(stats.norm.ppf((1 + confidence) / 2)) ** 2
     center = (share + z2 / (2 * trials)) / (1 + z2 / trials)
     half = math.sqrt(z2 * (share * (1 - share) + z2 / (4 * trials)) / trials) / (1 + z2 / trials)
-    return max(0.0, center - half), min(1.0, center + half)
+    return max(0.0, float(center - half)), min(1.0, float(center + half))
 
 
 def _needed(rate):
