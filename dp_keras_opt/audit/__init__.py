@@ -19,6 +19,7 @@ from dp_keras_opt.audit.canaries import (
     AuditReport,
     canary_audit,
     inclusion_estimates,
+    likelihood_ratio,
     matched_filter,
 )
 from dp_keras_opt.audit.exposure import exposure
@@ -43,6 +44,7 @@ __all__ = [
     "gaussian_mu_bound",
     "gaussian_trade_off",
     "inclusion_estimates",
+    "likelihood_ratio",
     "many_run_bound",
     "many_run_mu_bound",
     "matched_filter",

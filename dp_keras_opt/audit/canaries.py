@@ -150,6 +150,36 @@ def matched_filter(estimates: np.ndarray, stds: np.ndarray) -> np.ndarray:
     return np.sum(estimates / np.maximum(stds, 1e-12) ** 2, axis=(0, 1))
 
 
+def likelihood_ratio(sampling_rate: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """The most powerful score where a canary's batches are drawn: Poisson sampling.
+
+    Whether a canary that is in the data is in a step's batch is a coin of probability q, which the
+    matched filter takes for noise. The score is the logarithm of the likelihood ratio
+
+        Σ_steps log(1 − q + q·exp(Σ_releases (e − ½)/s²)),
+
+    e the estimates, 1 for a canary in the batch and 0 for another, s the std of the noise in them.
+    It is the best by Neyman and Pearson as long as what the others contribute is small beside the
+    noise. Presence shows more clearly than absence: guess mostly that, `guesses=[(0.02, 0)]`.
+
+    Args:
+        sampling_rate: q, the batch size over the number of examples. 1 ranks as `matched_filter`.
+
+    Returns:
+        A score for `canary_audit`.
+    """
+    if not 0 < sampling_rate <= 1:
+        raise ValueError(f"sampling_rate must be above 0 and at most 1; received {sampling_rate}.")
+
+    def score(estimates, stds):
+        ratios = np.sum((estimates - 0.5) / np.maximum(stds, 1e-12) ** 2, axis=1)
+        with np.errstate(divide="ignore"):  # log 0 is −∞
+            absent, present = np.log(1 - sampling_rate), np.log(sampling_rate)
+        return np.sum(np.logaddexp(absent, present + ratios), axis=0)
+
+    return score
+
+
 class _Training:
     """One model, trained again and again from the same start, with some of the canaries in."""
 
@@ -255,7 +285,7 @@ def canary_audit(
     score: Score | tuple[Score, ...] = matched_filter,
     replacements: tuple[Any, Any] | None = None,
     runs: int = 1,
-    guesses: Sequence[float] = (1.0, 0.25, 0.0625),
+    guesses: Sequence[float | tuple[float, float]] = (1.0, 0.25, 0.0625),
     confidence: float = 0.95,
     accountant: Accountant = "auto",
     observe: Callable[..., tuple[tf.Tensor, tf.Tensor]] = inclusion_estimates,
@@ -294,7 +324,8 @@ def canary_audit(
             such functions all canaries go through the model, at once, at every step.
         replacements: None, or `(x, y)`, what stands in the place of canaries that are left out.
         runs: 1, or how many to do with the canary, and how many without.
-        guesses: for one run, which shares (0 to 1) of the coins to guess. The bound is the best
+        guesses: for one run, which shares (0 to 1) of the coins to guess, half of them in and half
+            out, or pairs of shares, how many to guess in and how many out. The bound is the best
             over these and the scores, each at its share of 1 − confidence (Bonferroni); so is that
             on μ.
         confidence: with this probability or more, the lower bound holds.
@@ -347,18 +378,32 @@ def _one_run(train, shares, delta, confidence, rng):
     for score in train(included):
         order = np.lexsort((rng.random(m), score))  # ties in random order
         for part in shares:
-            side = max(1, int(part * m / 2))
-            correct = int(included[order[-side:]].sum() + (~included[order[:side]]).sum())
-            bound = one_run_bound(m, 2 * side, correct, delta, 1 - share)
-            mu = max(mu, gaussian_mu_bound(m, 2 * side, correct, 1 - share))
+            top, bottom = _sides(part, m)
+            correct = int(included[order[m - top :]].sum() + (~included[order[:bottom]]).sum())
+            bound = one_run_bound(m, top + bottom, correct, delta, 1 - share)
+            mu = max(mu, gaussian_mu_bound(m, top + bottom, correct, 1 - share))
             if best is None or bound > best["lower_bound"]:
                 best = {
                     "lower_bound": bound,
-                    "guesses": 2 * side,
+                    "guesses": top + bottom,
                     "correct": correct,
                     "auc": membership_auc(score[included], score[~included]),
                 }
     return best | {"gaussian_mu": mu, "method": f"one run with {m} canaries"}
+
+
+def _sides(part, m):
+    """How many canaries to guess in, and how many out: fixed before anything is seen."""
+    if not isinstance(part, tuple):
+        side = max(1, int(part * m / 2))
+        return side, side
+    top, bottom = (round(share * m) for share in part)
+    if min(part) < 0 or not 1 <= top + bottom <= m:
+        raise ValueError(
+            f"guesses={part} are {top} canaries in and {bottom} out, of {m}: from 1 to all of them "
+            "can be guessed."
+        )
+    return top, bottom
 
 
 def _many_runs(train, runs, delta, confidence):

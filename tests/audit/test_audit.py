@@ -229,6 +229,71 @@ def test_the_matched_filter_weighs_by_precision():
     np.testing.assert_allclose(audit.matched_filter(estimates, stds), [1 + 0.5 * 4, 2 / 4])
 
 
+@pytest.mark.parametrize("q", [0.01, 0.5, 1.0])
+def test_the_likelihood_ratio_is_that_of_its_densities(q):
+    rng = np.random.default_rng(0)
+    # Two steps of two releases, which are of one batch: in it both are near 1, or else both near 0.
+    estimates, stds = rng.normal(0.5, 2, (2, 2, 5)), rng.uniform(0.5, 2, (2, 2, 5))
+    there, away = (stats.norm(loc, stds).pdf(estimates).prod(axis=1) for loc in (1.0, 0.0))
+    expected = np.log((1 - q) * away + q * there).sum(axis=0) - np.log(away).sum(axis=0)
+    score = audit.likelihood_ratio(q)(estimates, stds)
+    np.testing.assert_allclose(score, expected, rtol=1e-9)
+    if q == 1:
+        order = np.argsort(audit.matched_filter(estimates - 0.5, stds))
+        assert np.array_equal(np.argsort(score), order)
+
+
+def test_presence_may_be_guessed_alone():
+    class Training:
+        canaries, scores = [np.zeros(100)], [None]
+
+        def __call__(self, included):
+            self.included = included
+            return [included + np.linspace(0, 0.5, 100)]  # all that are in lie above the others
+
+    def found(*guesses):
+        training = Training()
+        rng = np.random.default_rng(0)
+        return canaries._one_run(training, guesses, 1e-6, 0.95, rng), training.included.sum()
+
+    report, _ = found((0.1, 0.0))
+    assert (report["guesses"], report["correct"]) == (10, 10)
+    report, _ = found((0.0, 0.1))
+    assert (report["guesses"], report["correct"]) == (10, 10)
+    report, there = found((0.7, 0.05))
+    assert (report["guesses"], report["correct"]) == (75, there + 5)
+    assert report["lower_bound"] == audit.one_run_bound(100, 75, there + 5, 1e-6)
+    for wrong in ((0.7, 0.4), (0.0, 0.0), (-0.1, 0.5)):
+        with pytest.raises(ValueError, match="from 1 to all"):
+            found(wrong)
+    for wrong in (0.0, 1.1, -1.0):
+        with pytest.raises(ValueError, match="sampling_rate"):
+            audit.likelihood_ratio(wrong)
+
+
+def test_poisson_batches_prove_a_third_of_what_is_claimed():
+    """On the task of the page on audits: 40% of the claim, and of ten audits 34% at least."""
+    count = 10_000
+    ids, far = np.arange(count + 3, dtype="int32"), np.full((count + 3, 1), 10.0)
+
+    def make_table():
+        inputs = keras.Input((), dtype="int32")
+        model = dp.DPModel(inputs, keras.layers.Embedding(count + 3, 1)(inputs))
+        optimizer = dp.optimizers.DPSGD(
+            0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=5000, seed=0
+        )
+        model.compile(optimizer, "mse")
+        return model
+
+    report = audit.canary_audit(
+        make_table, (ids[count:], far[count:]), (ids[:count], far[:count]), delta=1e-5,
+        batches=lambda data: dp.data.poisson_batches(data, 5000, 5, seed=0),
+        score=audit.likelihood_ratio(0.5), guesses=[(0.02, 0.0)], seed=0,
+    )  # fmt: skip
+    assert report.passed and report.lower_bound > 0.3 * report.epsilon
+    assert report.guesses == 200
+
+
 def test_the_area_under_the_curve():
     rng = np.random.default_rng(0)
     members, others = rng.normal(1, 1, 50).round(1), rng.normal(0, 1, 70).round(1)  # with ties
@@ -412,6 +477,9 @@ def test_an_honest_optimizer_passes(name):
     assert report.passed, report
     if name == "DPSGD":
         assert report.lower_bound > report.epsilon / 4  # nor is the audit blind
+        mu, delta = audits.ONE_RUN  # what full batches with this noise are private with
+        assert mu / 3 < report.gaussian_mu < mu
+        assert report.lower_bound < report.gaussian_epsilon < audit.gaussian_epsilon(mu, delta)
 
 
 @pytest.mark.parametrize("name", ["DPSGD", "DPSGD, users", "DPAdam"])
@@ -419,6 +487,7 @@ def test_missing_clipping_is_caught_in_one_run(name):
     with audits.no_clipping():
         report = audits.run(name, canaries=8000, seed=0)
     assert not report.passed and "REFUTES" in str(report)
+    assert report.gaussian_mu > audits.ONE_RUN[0]
     assert report.auc == 1.0
 
 
