@@ -96,6 +96,22 @@ def others() -> None:
     print(candidate.middle()["learning_rate"] * 2)
 
 
+def attacked(model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
+    report: dp.audit.AttackReport = dp.audit.attack_report(
+        model,
+        (x[:9], y[:9]),
+        (x[9:], y[9:]),
+        scores={"loss": "loss", "mine": lambda model, x, y: -abs(model(x) - y)},
+        slices={"region": (y[:9], y[9:])},
+        false_positive_rates=(0.1,),
+    )
+    low, high = report.results[0].rates[0].interval
+    bits: np.ndarray = dp.audit.exposure([0.1], dp.audit.sequence_losses(model, (x, y)))
+    p: float = dp.audit.trade_off_p_value(9, 5, 4, dp.audit.gaussian_trade_off(1.0))
+    print(high - low, bits, p, report.to_markdown().upper(), report.to_dict()["what"])
+    dp.audit.attack_report(model, (x, y), (x, y), slices="classes")  # type: ignore[arg-type]
+
+
 def wrong(optimizer: dp.optimizers.DPSGD, train: dp.data.Batches) -> None:
     """What mypy must find."""
     sampling = train.sampling

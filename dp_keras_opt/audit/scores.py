@@ -12,6 +12,7 @@ from keras import tree
 
 from dp_keras_opt import _keras, clipping
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.data import Batches
 from dp_keras_opt.training.losses import per_example_losses
 
 #: `(x, y)` of arrays, or nested structures of them, with one row per example, or an iterable of
@@ -155,6 +156,13 @@ def batches(examples: Examples, batch_size: int = 256) -> Iterator[tuple[Any, An
             tree.map_structure(lambda a, s=s: None if a is None else a[s : s + batch_size], rows)
             for s in range(0, counts.pop(), batch_size)
         )
+    elif isinstance(examples, Batches):
+        raise ValueError(
+            "A private sampler draws some examples several times, others never, and pads its "
+            "batches. Give the examples themselves: (x, y), or batches that have each once."
+        )
+    elif isinstance(examples, keras.utils.PyDataset):  # which no `for` would end
+        found = (_complete(examples[i]) for i in range(examples.num_batches))
     else:
         found = map(_complete, examples)
     nothing = True
