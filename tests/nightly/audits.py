@@ -124,7 +124,7 @@ DELAYED = {"delay": (1, 1), "adaptive_clip_norm": 1.0}
 #: name: (function of the private arguments to an optimizer, how batches are drawn[, score])
 CASES = {
     "DPSGD": (o.DPSGD, full),
-    "DPSGD, Poisson batches": (o.DPSGD, poisson),
+    "DPSGD, Poisson batches": (o.DPSGD, poisson, audit.likelihood_ratio(0.5)),
     "DPSGD, users": (o.DPSGD, of_users),
     "DPSGD, replace_one": (o.DPSGD, replaced),
     "DPSGD, momentum": (lambda **p: o.DPSGD(0.1, momentum=0.9, **p), full),
@@ -151,7 +151,11 @@ CASES = {
         in_turns,
     ),
     "DPAdam": (adam("post_processing"), full),
-    "DPAdam, Poisson batches": (adam("post_processing"), poisson),
+    "DPAdam, Poisson batches": (
+        adam("post_processing"),
+        poisson,
+        audit.likelihood_ratio(0.5),
+    ),
     "DPAdam, bias_corrected": (adam("bias_corrected"), full),
     "DPAdam, independent": (adam("independent"), full),
     "DPAdam, joint": (adam(moments.Joint(1.0)), full),
@@ -340,6 +344,7 @@ def main():
             row |= {
                 f"{kind}: claim": round(report.epsilon, 3),
                 f"{kind}: bound": round(report.lower_bound, 3),
+                f"{kind}: bound on μ": round(report.gaussian_mu, 3),
                 f"{kind}: AUC": round(report.auc, 3),
             }
         caught = not all(report.passed for report in reports)
