@@ -146,15 +146,15 @@ def batches(examples: Examples, batch_size: int = 256) -> Iterator[tuple[Any, An
     whole_number(batch_size, "batch_size")
     if isinstance(examples, tuple):
         rows = tree.map_structure(_array, _complete(examples))
-        counts = {len(array) for array in tree.flatten(rows) if array is not None}
-        if len(counts) != 1 or not counts.copy().pop():
+        counts = sorted({len(array) for array in tree.flatten(rows) if array is not None})
+        if len(counts) != 1 or not counts[0]:
             raise ValueError(
-                f"All arrays of (x, y) need the same number of rows, and at least one; received "
-                f"{sorted(counts)}."
+                "All arrays of (x, y) need the same number of rows, and at least one; received "
+                f"{counts}."
             )
         found: Iterable[Any] = (
             tree.map_structure(lambda a, s=s: None if a is None else a[s : s + batch_size], rows)
-            for s in range(0, counts.pop(), batch_size)
+            for s in range(0, counts[0], batch_size)
         )
     elif isinstance(examples, Batches):
         raise ValueError(
