@@ -12,6 +12,7 @@ import tensorflow as tf
 import dp_keras_opt as dp
 from dp_keras_opt import noise
 from dp_keras_opt.accounting import Sampling
+from dp_keras_opt.clipping import clipped_sum
 from tests.helpers.coarse import a_gpu
 from tests.helpers.fuzzing import REFUSALS, RULES, optimizer_of
 from tests.helpers.kernels import without_kernel
@@ -118,6 +119,17 @@ def test_what_is_chosen_for_gpus_is_looked_at():
 def test_xla_compiles_every_operation_for_gpus(make, option):
     step = step_of(make, "DPAdam", option, jit_compile=True)  # this has XLA register its kernels
     assert not without_kernel(step, "XLA_GPU_JIT")
+
+
+def test_a_step_that_goes_through_the_host_is_found(monkeypatch):
+    factor = clipped_sum.clip_factor
+
+    def by_text(*args):
+        return tf.strings.to_number(tf.strings.as_string(factor(*args)))
+
+    monkeypatch.setattr(clipped_sum, "clip_factor", by_text)
+    found = {operation for operation, _ in without_kernel(step_of(cnn, "DPSGD", "plain"), "GPU")}
+    assert found == {"AsString", "StringToNumber"}
 
 
 def test_a_missing_kernel_is_found():
