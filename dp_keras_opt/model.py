@@ -19,7 +19,7 @@ from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.clipping import state_changes
+from dp_keras_opt.clipping import precision, state_changes, tensorflow_settings
 from dp_keras_opt.data import Blocks, RowInfo, failures
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.training import (
@@ -471,9 +471,11 @@ class DPModel(keras.Model):
                 return (by_blocks if of_blocks else by_keras)(iterator)
 
         steps = state_changes.unchanged(steps, self._step.engines.hidden_state)
+        self._step.is_coarse = precision.is_coarse()
         self.train_function = self._guard.around(self, steps, self._check_before_tracing)
 
     def _check_before_tracing(self, iterator):
+        tensorflow_settings.check(self._step.is_coarse)
         specs = replicated.element_spec(iterator)
         step.check_before_tracing(self, self._step, specs, fitting=self._guard.is_fitting)
 

@@ -30,6 +30,7 @@ class StepState:
         block: the same, as the data say; or None.
         given: the (x, y, sample_weight) that `train_on_batch` was given, while it runs; or None.
         engines: which engine serves which layer.
+        is_coarse: whether the step allows for products in TF32; None before it is made.
         shows_progress: whether `fit` shows progress.
         observers: functions of (queries, released), called in every step.
         non_finite: a count of examples whose gradient was not finite; None before the first step.
@@ -38,6 +39,7 @@ class StepState:
     physical_batch_size: int | None = None
     block: int | None = None
     given: tuple[Any, ...] | None = None
+    is_coarse: bool | None = None
     shows_progress: bool = False
     engines: CheckedEngines = dataclasses.field(default_factory=CheckedEngines)
     observers: tuple[Any, ...] = ()

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dp_keras_opt import deprecation
 from dp_keras_opt._keras import compiled_metrics, layers_of, own_trained, trained_in
-from dp_keras_opt.clipping import per_example, state_changes, validation
+from dp_keras_opt.clipping import per_example, state_changes, tensorflow_settings, validation
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.engines import Engines, engines_for
@@ -40,6 +40,7 @@ _DRAWS = (
 
 
 @deprecation.renamed_arguments(rows="num_rows")
+@tensorflow_settings.without_tf32()  # it compares, and could not tell a mistake from such rounding
 def checked_engines(
     model: keras.Model,
     batch: Batch,
