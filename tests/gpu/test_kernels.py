@@ -53,6 +53,13 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def as_with_a_gpu(monkeypatch):
+    """Noise is drawn by NumPy only where there is no GPU."""
+    devices = [tf.config.LogicalDevice(name, name) for name in ("CPU", "GPU")]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *_: devices)
+
+
 def step_of(make, rule, option, jit_compile=False):
     """One traced step of a private model."""
     inputs, outputs = make()
