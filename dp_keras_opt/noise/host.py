@@ -17,6 +17,9 @@ from dp_keras_opt.noise import entropy
 #: Numbers in a block. Each has words of its own, whoever computes it.
 _BLOCK = 2**15
 
+#: Fewer numbers are drawn by one core: to wake others takes as long.
+_ALONE = 2**18
+
 
 def tensors(formula, shape, count, dtype, words, key=()):
     """`count` tensors of fresh draws, one where it is 1.
@@ -44,9 +47,8 @@ def tensors(formula, shape, count, dtype, words, key=()):
                 draws[start:stop] = part
 
         starts = range(0, size, _BLOCK)
-        list(
-            map(fill, starts) if len(starts) < 2 else _threads(entropy.process()).map(fill, starts)
-        )
+        each = map if size < _ALONE else _threads(entropy.process()).map
+        list(each(fill, starts))
         return [draws.reshape(shape) for draws in whole]
 
     found = tf.numpy_function(drawn, key, [dtype] * count, stateful=not key)

@@ -1,4 +1,4 @@
-"""What NumPy draws: the graph's formulas number by number, the distribution, and where it serves."""
+"""What NumPy draws: the graph's formulas number by number, the distribution, where it serves."""
 
 import concurrent.futures
 import itertools
@@ -152,9 +152,12 @@ def test_draws_are_independent_of_each_other_and_of_the_rest(monkeypatch):
 
 
 def test_a_key_alone_settles_the_draws_and_each_bit_of_it_counts(monkeypatch):
-    one = draws_of(NORMAL, 200_001, 1).numpy()
-    monkeypatch.setattr(host, "_threads", lambda _: concurrent.futures.ThreadPoolExecutor(5))
-    np.testing.assert_array_equal(one, draws_of(NORMAL, 200_001, 1).numpy())
+    one = draws_of(NORMAL, 400_001, 1).numpy()
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        monkeypatch.setattr(host, "_threads", lambda _: pool)
+        np.testing.assert_array_equal(one, draws_of(NORMAL, 400_001, 1).numpy())
+    monkeypatch.setattr(host, "_ALONE", 2**30)
+    np.testing.assert_array_equal(one, draws_of(NORMAL, 400_001, 1).numpy())
     key = np.array([3, -4])
     words = [host.philox(key, 0)(8)]
     for bit in range(128):
