@@ -3,8 +3,9 @@
     python benchmarks/draw.py
 
 On the CPU, in one process: in each round all routes take their turn, forwards and backwards by
-turns, and the ratios are medians of the ratios within a round. What each route keeps of the proofs
-stands beside it: whether a draw can be exactly 0, where the tail ends, and what is near 0.
+turns, and the ratios are medians of the ratios within a round: of the time, and of the processor's
+time, of all cores. What each route keeps of the proofs stands beside it: whether a draw can be
+exactly 0, where the tail ends, and what is near 0.
 
 Writes `output/draw/draw.csv` and `draw.md`.
 """
@@ -12,7 +13,6 @@ Writes `output/draw/draw.csv` and `draw.md`.
 import argparse
 import pathlib
 import secrets
-import statistics
 import time
 
 import measurements
@@ -53,21 +53,6 @@ class OnHost(NoiseSource):
     on_host = True
 
 
-def one_core(size):
-    draw = ours(size, OnHost)
-
-    def alone():
-        usual, host._threads = host._threads, lambda _: InTurn
-        draw()
-        host._threads = usual
-
-    return alone
-
-
-class InTurn:
-    map = map
-
-
 def ziggurat(size, dtype):
     generator = np.random.Generator(np.random.Philox(secrets.randbits(128)))
     return lambda: generator.standard_normal(size, dtype).astype(np.float32)
@@ -94,45 +79,42 @@ ROUTES = [
     ("`tf.random.normal`", OF_TENSORFLOW, lambda n: graph(lambda: tf.random.normal((n,)))),
     ("`tf.random.normal`, XLA", OF_TENSORFLOW,
      lambda n: graph(lambda: tf.random.normal((n,)), jit_compile=True)),
-    ("graph, blocks of 2²⁰ (with a GPU, several workers)", ALL, ours),
+    ("**graph, blocks of 2²⁰ (three cores or more, GPUs, several workers)**", ALL, ours),
     ("graph, blocks of 2¹⁶", ALL, lambda n: ours(n, name="_AT_ONCE", value=2**16)),
-    ("graph, XLA", ALL, lambda n: ours(n, jit_compile=True)),
-    ("**NumPy, blocks of 2¹⁵, all cores (CPU)**", ALL, lambda n: ours(n, OnHost)),
-    ("NumPy, blocks of 2¹⁵, one core", ALL, one_core),
+    ("**graph, XLA**", ALL, lambda n: ours(n, jit_compile=True)),
+    ("**NumPy, blocks of 2¹⁵ (one core or two)**", ALL, lambda n: ours(n, OnHost)),
     ("NumPy, blocks of 2¹³", ALL, lambda n: ours(n, OnHost, host, "_BLOCK", 2**13)),
     ("NumPy, blocks of 2¹⁷", ALL, lambda n: ours(n, OnHost, host, "_BLOCK", 2**17)),
-    ("NumPy's ziggurat, float32, one core", ("2⁻²³", "8.2", "multiples of 256 grids"),
+    ("NumPy's ziggurat, float32", ("2⁻²³", "8.2", "multiples of 256 grids"),
      lambda n: ziggurat(n, np.float32)),
-    ("NumPy's ziggurat, float64 rounded, one core", ("2⁻⁵²", "13.7", "multiples of 256 grids"),
+    ("NumPy's ziggurat, float64 rounded", ("2⁻⁵²", "13.7", "multiples of 256 grids"),
      lambda n: ziggurat(n, np.float64)),
-    ("**`secure_noise=True`, all cores**", ("never", "13.4", "every number"),
+    ("**`secure_noise=True`**", ("never", "13.4", "every number"),
      lambda n: ours(n, SecureNoiseSource)),
     ("64 bits alone: TensorFlow's Philox", BITS, words_of_tensorflow),
-    ("64 bits alone: NumPy's Philox, one core", BITS, words_of_numpy),
-    ("64 bits alone: AES-256 in counter mode, one core", BITS, lambda n: words_of_cipher(
+    ("64 bits alone: NumPy's Philox", BITS, words_of_numpy),
+    ("64 bits alone: AES-256 in counter mode", BITS, lambda n: words_of_cipher(
         n, ciphers.algorithms.AES(secrets.token_bytes(32)), ciphers.modes.CTR(bytes(16)))),
-    ("64 bits alone: ChaCha20, one core", BITS, lambda n: words_of_cipher(
+    ("64 bits alone: ChaCha20", BITS, lambda n: words_of_cipher(
         n, ciphers.algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), None)),
 ]  # fmt: skip
 
 
 def ratios(size, rounds):
-    """For each route the median of its times over those of the first, round by round."""
+    """For each route (time, processor's time) over those of the first; medians over the rounds."""
     draws = [make(size) for _, _, make in ROUTES]
     repeats = max(1, 1_000_000 // size)
     for draw in draws:
         draw()
         draw()
-    times = []
+    found = np.empty((rounds, len(draws), 2))
     for number in range(rounds):
-        taken = dict.fromkeys(range(len(draws)))
-        for index in sorted(taken, reverse=number % 2 == 1):
-            start = time.perf_counter()
+        for index in range(len(draws))[:: -1 if number % 2 else 1]:
+            start = time.perf_counter(), time.process_time()
             for _ in range(repeats):
                 draws[index]()
-            taken[index] = time.perf_counter() - start
-        times.append([taken[index] for index in range(len(draws))])
-    return [statistics.median(each[i] / each[0] for each in times) for i in range(len(draws))]
+            found[number, index] = time.perf_counter() - start[0], time.process_time() - start[1]
+    return np.median(found / found[:, :1], axis=0)
 
 
 def main():
@@ -143,7 +125,11 @@ def main():
     parser.add_argument("--output", type=pathlib.Path, default="output/draw")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     options = parser.parse_args()
-    columns = {f"{size:,} draws": ratios(size, options.rounds) for size in options.sizes}
+    columns = {}
+    for size in options.sizes:
+        of_times = ratios(size, options.rounds)
+        columns[f"{size:,} draws"] = of_times[:, 0]
+        columns[f"{size:,}, processor"] = of_times[:, 1]
     rows = [
         {"route": route}
         | {name: f"{column[i]:.2f}" for name, column in columns.items()}

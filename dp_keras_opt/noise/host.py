@@ -1,24 +1,23 @@
-"""Draws by NumPy, on all cores, in blocks that stay in a core's cache.
+"""Draws by NumPy, on one core, in blocks that stay in its cache.
 
-Without a GPU and without XLA this takes a fraction of what the operations of a graph take, each of
-which goes through all of the memory. The formulas are those of the graph, or of `secure_noise`.
+This takes less than half of the processor's time of the operations of a graph, each of which goes
+through all of the memory. They share the work among all cores, which Python's lock leaves no gain
+of here: it pays on one core or two. The formulas are those of the graph, or of `secure_noise`.
 """
 
-import concurrent.futures
-import functools
 import math
 import os
 
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.noise import entropy
-
-#: Numbers in a block. Each has words of its own, whoever computes it.
+#: Numbers in a block.
 _BLOCK = 2**15
 
-#: Fewer numbers are drawn by one core: to wake others takes as long.
-_ALONE = 2**18
+
+def cores():
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def tensors(formula, shape, count, dtype, words, key=()):
@@ -40,25 +39,16 @@ def tensors(formula, shape, count, dtype, words, key=()):
         size = math.prod(shape)
         whole = [_aligned(size, dtype.as_numpy_dtype) for _ in range(count)]
 
-        def fill(start):
+        for start in range(0, size, _BLOCK):
             stop = min(start + _BLOCK, size)
             parts = formula(words(*key, start // _BLOCK), stop - start)
             for draws, part in zip(whole, parts):  # noqa: B905  no more of them than are wanted
                 draws[start:stop] = part
-
-        starts = range(0, size, _BLOCK)
-        each = map if size < _ALONE else _threads(entropy.process()).map
-        list(each(fill, starts))
         return [draws.reshape(shape) for draws in whole]
 
     found = tf.numpy_function(drawn, key, [dtype] * count, stateful=not key)
     found = tuple(tf.ensure_shape(draws, shape) for draws in tf.nest.flatten(found))
     return found if count > 1 else found[0]
-
-
-@functools.lru_cache(1)
-def _threads(process):  # a fork has none of its parent's
-    return concurrent.futures.ThreadPoolExecutor(os.cpu_count())
 
 
 def _aligned(size, dtype):

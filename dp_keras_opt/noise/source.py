@@ -61,14 +61,14 @@ class NoiseSource:
             self._generator.reset(np.frombuffer(state, np.int64))
 
     def settle(self, strategy, compiled):
-        """Has draws made by NumPy where that can be: to be called when a step is traced.
+        """Has draws made by NumPy where that is faster: to be called when a step is traced.
 
-        Not in what XLA compiles, nor with a GPU, to which they would be sent; nor by one of several
-        workers, each of which must draw what the others draw, to the last bit.
+        It is on one core or two. Not in what XLA compiles, nor with a GPU, to which they would be
+        sent; nor by one of several workers, each of which must draw what the others draw.
         """
         devices = {device.device_type for device in tf.config.list_logical_devices()}
         alone = workers.place(strategy)[1] == 1
-        self.on_host = alone and devices == {"CPU"} and not compiled
+        self.on_host = alone and devices == {"CPU"} and host.cores() <= 2 and not compiled
 
     def renew_after_fork(self):
         """Draws a new state where the process is a fork of the one that the state was drawn in.

@@ -21,7 +21,6 @@ def test_no_block_is_drawn_twice(make, compiled, monkeypatch):
     if make is not NoiseSource and compiled:
         pytest.skip("what NumPy draws is not compiled")
     monkeypatch.setattr(host, "_BLOCK", BLOCK)
-    monkeypatch.setattr(host, "_ALONE", BLOCK)
     monkeypatch.setattr(distribution, "_AT_ONCE", BLOCK)
     source, shapes = make(), [(3, 5), (7, BLOCK, 1), (2 * BLOCK + 1,), (BLOCK,)]
 
