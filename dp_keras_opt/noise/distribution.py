@@ -15,13 +15,13 @@ class Distribution(NamedTuple):
         host: the same by NumPy: function of (words, size) that yields arrays of `size` draws, and
             calls `words` with a shape for random int64 words.
         secure: as `host`, float64 draws of several words each, for `secure_noise=True`.
-        count: how many arrays there are.
+        number: how many arrays there are.
     """
 
     graph: Callable[..., Any]
     host: Callable[..., Any]
     secure: Callable[..., Any]
-    count: int = 1
+    number: int = 1
 
 
 #: So many numbers are drawn at once for several variables, at most.

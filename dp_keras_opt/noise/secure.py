@@ -73,5 +73,5 @@ class SecureNoiseSource(NoiseSource):
 
     def draw(self, distribution, shape):
         """Fresh draws from a `Distribution`, float64, of the given static shape."""
-        count = distribution.count
-        return host.tensors(distribution.secure, shape, count, self.dtype, lambda _: self.words)
+        number = distribution.number
+        return host.tensors(distribution.secure, shape, number, self.dtype, lambda _: self.words)

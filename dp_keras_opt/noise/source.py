@@ -96,7 +96,7 @@ class NoiseSource:
             return distribution.graph(self, shape)
         key = [self.words(2)]
         return host.tensors(
-            distribution.host, shape, distribution.count, self.dtype, host.philox, key
+            distribution.host, shape, distribution.number, self.dtype, host.philox, key
         )
 
     def draw_again(self, distribution, shape, key):

@@ -75,7 +75,8 @@ def test_times_the_routes_of_the_draw(tmp_path):
 
     assert run.returncode == 0, run.stderr
     first, *others = _rows(tmp_path / "draw.csv")
-    assert first["1,000 draws"] == "1.00" and all(float(row["1,000 draws"]) > 0 for row in others)
+    assert first["1,000 draws"] == "1.00" and len(others) > 10
+    assert all(float(row["1,000 draws"]) >= 0 for row in others)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "networks", "small_batches"])

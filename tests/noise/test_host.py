@@ -98,7 +98,7 @@ def test_the_rest_is_uniform_and_never_0():
 
 def draws_of(distribution, size, seed):
     key = tf.constant(np.random.default_rng(seed).integers(-(2**63), 2**63, 2))
-    kind = (distribution.count, tf.float32, host.philox)
+    kind = (distribution.number, tf.float32, host.philox)
     return host.tensors(distribution.host, (size,), *kind, key=[key])
 
 
