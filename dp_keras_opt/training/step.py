@@ -61,6 +61,7 @@ def train_step(model, sums_of_all):
     optimizer.prepare(model.trainable_variables)
     queries = optimizer.queries()
     sums, logs = sums_of_all(queries)
+    optimizer.noise_source.settle(model.distribute_strategy, model.jit_compile)
     released = noise.release(
         optimizer.releases,
         queries,

@@ -94,12 +94,23 @@ def test_the_tables_of_data_on_disk_are_those_of_the_results(name, table, monkey
     assert f"<!-- {name} -->\n\n{expected}\n" in PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["buckets", "flops"])
+@pytest.mark.parametrize("name", ["buckets", "draw", "flops"])
 def test_the_plain_tables_are_those_of_the_results(name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     rows = _rows(PAGE.with_suffix("") / f"{name}.csv")
     expected = importlib.import_module("measurements").write_plain(name, rows, tmp_path)
     assert f"<!-- {name} -->\n\n{expected}" in PAGE.read_text(encoding="utf-8")
+
+
+def test_times_the_routes_of_the_draw(tmp_path):
+    command = [sys.executable, BENCHMARKS / "draw.py", "--rounds", "1", "--sizes", "1000"]
+
+    run = subprocess.run([*command, "--output", tmp_path], capture_output=True, check=False)
+
+    assert run.returncode == 0, run.stderr
+    first, *others = _rows(tmp_path / "draw.csv")
+    assert first["1,000 draws"] == "1.00" and len(others) > 10
+    assert all(float(row["1,000 draws"]) >= 0 for row in others)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "networks", "small_batches"])
