@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt._keras import added_losses, layers_of, method_of_call, patched
+from dp_keras_opt.clipping.loops import runs_loop
 
 _FRAME: contextvars.ContextVar[list | None] = contextvars.ContextVar("observed", default=None)
 
@@ -69,10 +70,25 @@ def layers_named(model: keras.Model, names: Sequence[str]) -> dict[str, keras.la
     """The layers of a model that have these names, nested ones as "encoder/z_mean" if need be.
 
     Raises:
-        NotPerExample: no layer has such a name, or several have.
+        NotPerExample: no layer has such a name, or several have, or it is run in a loop.
     """
     paths = list(_paths(model)) if names else []
-    return {name: _the_one(model, name, paths) for name in names}
+    found = {name: _the_one(model, name, paths) for name in names}
+    in_loops = _in_loops(model) if names else {}
+    for name, layer in found.items():
+        if id(layer) in in_loops:
+            raise NotPerExample(
+                f"The layer '{name}', an intermediate of the objective, is run by "
+                f"'{in_loops[id(layer)]}' in a loop, or as one of its parts, and what it gives "
+                "there cannot be seen. Name the layer that runs the loop."
+            )
+    return found
+
+
+def _in_loops(model):
+    """The name of the layer that runs the loop, by the id of each layer in one."""
+    loops = filter(runs_loop, layers_of(model))
+    return {id(part): loop.name for loop in loops for part in layers_of(loop, include_self=False)}
 
 
 def _paths(layer, prefix=""):
@@ -122,9 +138,8 @@ def by_name(
         for leaf in keras.tree.flatten(outputs):
             if is_in_a_loop(leaf):
                 raise NotPerExample(
-                    f"The layer '{name}', an intermediate of the objective, is called inside of "
-                    "a loop, and what it gives there cannot be seen. Name the layer that runs the "
-                    "loop."
+                    f"The layer '{name}', an intermediate of the objective, is called in a loop, "
+                    "and what it gives there cannot be seen. Name the layer that runs the loop."
                 )
             if not has_rows(leaf, num_rows):
                 raise NotPerExample(
@@ -143,13 +158,14 @@ def added_to(model: keras.Model, num_rows: int | None) -> list[tf.Tensor]:
     Raises:
         NotPerExample: one of them has not one number for each example.
     """
-    added = []
+    added, in_loops = [], _in_loops(model)
     for layer in layers_of(model):
         for loss in added_losses(layer):
-            if is_in_a_loop(loss):
+            if is_in_a_loop(loss) or id(layer) in in_loops:
                 raise NotPerExample(
-                    f"Layer '{layer.name}' calls add_loss inside of a loop over steps, whose "
-                    "losses cannot be told apart. Add the loss after the loop, from what it gives."
+                    f"Layer '{layer.name}' calls add_loss in a loop, as over the steps of a "
+                    "sequence, of which not all losses can be seen. Add the loss after the loop, "
+                    "from what it gives."
                 )
             if loss.shape.rank != 1 or not has_rows(loss, num_rows):
                 raise NotPerExample(

@@ -18,15 +18,10 @@ from keras import tree
 from dp_keras_opt._keras import layers_of, mask_of, seed_generators, set_mask, trained_in
 from dp_keras_opt.clipping import observed
 from dp_keras_opt.clipping.graphs import operations
+from dp_keras_opt.clipping.loops import runs_loop
 
 #: Memory for per-example copies of variables, in bytes.
 MEMORY = 2**28
-
-#: Layers that run their sublayers in a loop: nothing inside can be recorded on its own.
-LOOPS = (keras.layers.RNN, keras.layers.Wrapper)
-
-#: Wrappers that call what they wrap once, on the whole batch, and assign to its weights before.
-ONCE = (keras.layers.SpectralNormalization,)
 
 
 def children(layer):
@@ -38,11 +33,6 @@ def owns_variables(layer):
     """Whether trainable variables belong to this layer itself and not to a sublayer of it."""
     below = {id(v) for child in children(layer) for v in trained_in(child)}
     return any(id(v) not in below for v in trained_in(layer))
-
-
-def runs_loop(layer):
-    """Whether the layer runs its sublayers in a loop."""
-    return isinstance(layer, LOOPS) and not isinstance(layer, ONCE)
 
 
 def is_unit(layer):
