@@ -536,7 +536,8 @@ class DPModel(keras.Model):
         """The loss of each example, (B,), without regularizers and what layers add.
 
         Raises:
-            ValueError: there is no loss; or it is an `Objective`, which needs more than outputs.
+            ValueError: there is no loss, or no targets for it; or it is an `Objective`, which needs
+                more than outputs.
         """
         if isinstance(self.loss, clipping.Objective):
             raise ValueError(
@@ -546,6 +547,12 @@ class DPModel(keras.Model):
         compiled = _keras.compiled_loss(self)
         if compiled is None:
             raise ValueError("No loss to compute. Pass `loss` to compile().")
+        if y is None:
+            raise ValueError(
+                "The batches have no targets, and the loss is taken of each example and its "
+                "target. Give (x, y), as in an autoencoder (x, x); a dp_keras_opt.Objective needs "
+                "no targets."
+            )
         return losses.per_example_losses(compiled, y, y_pred, sample_weight)[0]
 
     def compute_loss(

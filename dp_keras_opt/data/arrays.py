@@ -24,7 +24,7 @@ def columns(data, max_bytes, any_length=False):
     named = {
         name: _map(lambda leaf, name=name: array(name, leaf, max_bytes, any_length), structure)
         for name, structure in zip(names, data, strict=False)
-        if structure is not None
+        if name != "y" or structure is not None
     }
     lengths = {name: [len(a) for a in tf.nest.flatten(s)] for name, s in named.items()}
     distinct = set().union(*lengths.values())

@@ -387,6 +387,27 @@ def test_an_objective_is_saved_and_loaded(tmp_path):
     assert loaded.ledger.steps > model.ledger.steps
 
 
+@pytest.mark.parametrize(
+    "batches",
+    [
+        lambda data: dp.data.poisson_batches(data, 4, 2, max_batch_size=6),
+        lambda data: dp.data.poisson_users(data, np.arange(B) // 2, 4, 2, examples_per_user=2),
+        lambda data: dp.data.with_public(dp.data.poisson_batches(data, 4, 2), (X[:3], None)),
+        lambda data: dp.data.without_replacement_batches(data, 4, 2),
+        lambda data: dp.data.fixed_order_epochs(data, 4),
+    ],
+    ids=["one shape", "users", "public", "without replacement", "in order"],
+)
+def test_batches_of_every_sampler_may_have_no_targets(batches):
+    model = _compile(_autoencoder(), dp.Objective(_code_of, "code"), physical_batch_size=2)
+    model.fit(batches((X, None)), verbose=0)
+    assert model.ledger.steps == 2
+    with pytest.raises(ValueError, match="no targets.*Objective needs no"):
+        _compile(model, "mse").fit(batches((X, None)), verbose=0)
+    with pytest.raises(ValueError, match="without targets.*without map"):
+        dp.data.poisson_batches((X, None), 4, map=lambda x: x)
+
+
 def test_compiling_again_changes_the_objective():
     model = _compile(_autoencoder(), "mse")
     error = model.evaluate(X, X, verbose=0)
