@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Batch, Query, checked_engines, clipped_sums
@@ -194,7 +196,8 @@ def _oracle_loss(base, loss, x, names):
     def of_row(y, y_pred):
         row = next(rows)
         x_row = tf.nest.map_structure(lambda t: tf.constant(t[row : row + 1]), x)
-        added = sum(tf.reduce_sum(each) for each in base.losses)
+        added = sum(tf.reduce_sum(tf.cast(each, tf.float32)) for each in base.losses)
+        y_pred = tf.cast(y_pred, tf.float32)
         seen = {name: each[0] if len(each) == 1 else list(each) for name, each in noted.items()}
         [each.clear() for each in noted.values()]
         if callable(loss):
@@ -312,6 +315,22 @@ def test_half_precision_computes_objectives_in_single():
     model = _compile(dp.DPModel(inputs, outputs), dp.Objective(loss, ["mine"]))
     result = clipped_sums(model, (tf.constant(X), None), (Query(),))
     assert set(seen) == {tf.float32} and np.isfinite(result.losses).all()
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_steps_in_half_precision_are_those_of_single_rows(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        base, loss, x, y, names = _added()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    gradients = _oracle(base, loss, x, y, names)
+    model = _private(base, loss, names, noise_multiplier=0.0, rate=1.0, batch_size=B)
+    model.sampling = dp.accounting.Sampling.shuffled(B, B)
+    before = model.get_weights()
+    model.train_on_batch(x, y)
+    steps = [B * (old - new) for old, new in zip(before, model.get_weights(), strict=True)]
+    assert_close(steps, clip_and_sum(gradients, 0.05), rtol=0.05)
 
 
 # Evaluation and metrics.
@@ -557,6 +576,24 @@ def _assert_loop_refused(model, objective, words):
 @pytest.mark.parametrize("eager", [False, True])
 def test_what_is_not_one_loss_for_each_example_is_refused(function, words, eager):
     _assert_refused(function, words, run_eagerly=eager)
+
+
+@given(
+    shape=st.lists(st.sampled_from([1, 2, B]), max_size=3),
+    weighted=st.sampled_from([None, (B,), (B, 1)]),
+)
+@settings(deadline=None)
+def test_a_vector_of_one_loss_for_each_row_is_taken_and_nothing_else(shape, weighted):
+    values = np.arange(np.prod(shape, dtype=int), dtype="float32").reshape(shape)
+    objective = dp.Objective(lambda *_: tf.constant(values))
+    weight = None if weighted is None else tf.reshape(tf.range(1.0, B + 1), weighted)
+    batch = Batch(tf.constant(X), None, weight)
+    if shape == [B]:
+        factor = 1.0 if weight is None else np.arange(1.0, B + 1)
+        np.testing.assert_array_equal(objective.losses(batch, None, {}), values * factor)
+    else:
+        with pytest.raises(ValueError, match="returns (a scalar|the shape)"):
+            objective.losses(batch, None, {})
 
 
 class Weights(layers.Layer):
