@@ -104,7 +104,7 @@ ATTRIBUTES = (
     Private("Model", "_compile_loss", "3.0", "the loss that compile made, to take it per example"),
     Private("Model", "_compile_metrics", "3.0", "its metrics, to leave padding out of them"),
     Private(
-        "Model", "_aggregate_additional_loss", "3.7",
+        "Model", "_aggregate_additional_loss", "3.12",
         "overridden: a vector that a layer added is each example's own",
     ),
     Private("Model", "_loss_tracker", "3.0", "to show a loss without padding"),

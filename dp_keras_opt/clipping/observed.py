@@ -135,7 +135,7 @@ def by_name(
             raise NotPerExample(
                 f"The layer '{name}', an intermediate of the objective, is not called by the model."
             )
-        for leaf in keras.tree.flatten(outputs):
+        for leaf in filter(tf.is_tensor, keras.tree.flatten(outputs)):
             if is_in_a_loop(leaf):
                 raise NotPerExample(
                     f"The layer '{name}', an intermediate of the objective, is called in a loop, "

@@ -90,7 +90,7 @@ class Several(layers.Layer):
     """Gives a structure."""
 
     def call(self, inputs):
-        return {"sum": inputs * 2, "parts": (inputs**2, ops.sum(inputs, axis=-1))}
+        return {"sum": inputs * 2, "parts": (inputs**2, ops.sum(inputs, axis=-1)), "none": None}
 
 
 def _block():
