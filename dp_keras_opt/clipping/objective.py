@@ -26,7 +26,7 @@ class Objective:
     """The loss of each example, from inputs, targets, outputs and what layers give on the way.
 
     It takes the place of an overridden `train_step` or `compute_loss`, of a scalar `add_loss` and
-    of an `activity_regularizer`:
+    of an `activity_regularizer`::
 
         @keras.saving.register_keras_serializable()
         def elbo(inputs, targets, outputs, intermediates):
