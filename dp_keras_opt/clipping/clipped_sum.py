@@ -62,7 +62,7 @@ def clipped_sums(
         loss_scale: factor on the loss that keeps float16 gradients from vanishing; undone before
             the norm is taken.
         per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,), each of
-            its own row alone; by default the compiled loss of a `DPModel`.
+            its own row alone; by default the objective that a `DPModel` was compiled with.
 
     Returns:
         `ClippedSums`.
@@ -81,8 +81,9 @@ def clipped_sums(
     """
     tensorflow_settings.check()
     batch = Batch(*tf.nest.map_structure(_tensor, tuple(batch)))
-    loss, engines = per_example_loss or model.per_example_losses, engines or engines_for(model)
-    losses, y_pred, gradients = per_example_gradients(model, batch, loss, engines, loss_scale)
+    losses, y_pred, gradients = per_example_gradients(
+        model, batch, per_example_loss, engines or engines_for(model), loss_scale
+    )
     per_row = per_unit = PerUnit(losses, valid_rows(batch, losses), gradients)
     if batch.rows_per_user is not None:
         per_unit = per_row.grouped(batch.mask)

@@ -241,7 +241,8 @@ def _zeros(query, variables):
 
 def _row_size(batch):
     """How many numbers a row has, as far as they are known."""
-    sizes = ([size or 1 for size in leaf.shape[1:]] for leaf in tree.flatten((batch.x, batch.y)))
+    leaves = (leaf for leaf in tree.flatten((batch.x, batch.y)) if leaf is not None)
+    sizes = ([size or 1 for size in leaf.shape[1:]] for leaf in leaves)
     return sum(map(math.prod, sizes))
 
 
@@ -258,8 +259,7 @@ def _ratio_up(number, divisor):
 
 def _sums_of_chunk(model, state, batch, queries, engines):
     scale = FLOAT16_LOSS_SCALE if model.compute_dtype == "float16" else 1.0
-    loss = model.per_example_losses
-    result = clipping.clipped_sums(model, batch, queries, engines, scale, per_example_loss=loss)
+    result = clipping.clipped_sums(model, batch, queries, engines, scale)
     state.non_finite.assign_add(result.non_finite)
     losses.update_figures(model, batch, result.losses, result.y_pred)
     return result.sums
