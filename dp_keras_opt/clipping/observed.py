@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt._keras import added_losses, layers_of, method_of_call, patched
+from dp_keras_opt.clipping.graphs import current_graph
 from dp_keras_opt.clipping.loops import runs_loop
 
 _FRAME: contextvars.ContextVar[list | None] = contextvars.ContextVar("observed", default=None)
@@ -187,5 +188,4 @@ def has_rows(tensor: Any, num_rows: int | None) -> bool:
 
 def is_in_a_loop(tensor: Any) -> bool:
     """Whether it is of a graph inside of the one that is traced, as of a step of a loop."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    return tf.is_symbolic_tensor(tensor) and tensor.graph is not graph
+    return tf.is_symbolic_tensor(tensor) and tensor.graph is not current_graph()
