@@ -8,12 +8,17 @@
         dp_keras:post_processing                          # a language model
     python3.11 benchmarks/compare.py --workloads real --contenders keras_plain dp_keras:dpsgd \
         dp_keras:scale_then_privatize opacus              # networks as they are in use
-    python benchmarks/compare.py --device gpu             # Keras and this library, with XLA
-    python benchmarks/compare.py --here --quick           # a smoke test of these two
+    python3.11 benchmarks/compare.py --device gpu         # every contender, on an NVIDIA GPU
+    python3.11 benchmarks/compare.py --device gpu --dry-run   # what it would install and run
+    python benchmarks/compare.py --here --quick           # Keras and this library: a smoke test
 
 Each library has an environment of its own in `.bench/`, made when it is missing (7 GB in all; a CPU
-build of PyTorch is taken where pip finds one). `--device gpu` and `--here` use the environment that
-they run in, and compare only what is there.
+build of PyTorch is taken where pip finds one); those for GPUs lie beside them. `--here` uses the
+environment that it runs in, and compares only what is there.
+
+On a GPU this library's steps are compiled by XLA, and float32 matrices are multiplied in TF32 by
+all. Memory is what the framework held on the GPU at most. Where there are two, Keras and DP-SGD are
+timed on both as well, the batch split between them, without XLA.
 
 Each contender is a process of its own (`workers/`). Those of a workload are timed in turn, round by
 round, so that a drift of the machine's speed hits all of them; in the scaling run, where some fill
@@ -36,7 +41,16 @@ import subprocess
 import sys
 
 import measurements
-from contenders import BENCHMARKS, CONTENDERS, REPOSITORY, Worker, pythons, say
+from contenders import (
+    BENCHMARKS,
+    CONTENDERS,
+    REPOSITORY,
+    Worker,
+    commands_for,
+    number_of_gpus,
+    pythons,
+    say,
+)
 from measurements import Row
 from workloads import REAL, SMALL, WORKLOADS
 
@@ -137,16 +151,32 @@ def pieces(found, options):
     return measurements.write("pieces", table, measurements.scaling(table), versions, options)
 
 
+def plan(contenders, options):
+    """What a run installs and measures, line by line."""
+    for name in dict.fromkeys(contender.environment for contender in contenders):
+        if not options.here:
+            yield from (
+                " ".join(map(str, command)) for command in commands_for(name, options.device)
+            )
+    for workload in options.workloads:
+        size = options.batch_size or WORKLOADS[workload].batch_size
+        for contender in contenders:
+            yield f"{workload}, batch {size}, {options.device}: {contender.name}"
+
+
 def main(arguments=None):
     options = parse(arguments)
     chosen = [
         contender
         for contender in CONTENDERS
-        if {contender.worker, contender.name} & set(options.contenders)
-        and (contender.environment == "keras" or not options.here)
-        and not (options.device == "gpu" and contender.variant.endswith("+xla"))  # all are, there
+        if contender.name in options.contenders
+        or (contender.worker in options.contenders and _is_usual(contender, options))
     ]
-    found = pythons(chosen, options.here)
+    chosen = [each for each in chosen if each.environment == "keras" or not options.here]
+    if options.dry_run:
+        print("\n".join(plan(chosen, options)))
+        return
+    found = pythons(chosen, options.here, options.device)
     options.output.mkdir(parents=True, exist_ok=True)
     if options.workloads:
         print(compare(chosen, found, options))
@@ -157,6 +187,13 @@ def main(arguments=None):
     python = found.get("keras", sys.executable)
     if not isinstance(python, str):
         subprocess.run([python, BENCHMARKS / "plot.py", options.output], check=False)
+
+
+def _is_usual(contender, options):
+    """Whether a contender is compared without being asked for by its own name."""
+    if contender.variant.endswith("+two"):
+        return options.gpus >= 2
+    return options.device == "cpu" or not contender.variant.endswith("+xla")  # all are, there
 
 
 def parse(arguments):
@@ -172,7 +209,8 @@ def parse(arguments):
         help=", ".join(names))  # fmt: skip
     add("--scaling", nargs="*", choices=WORKLOADS, help="workloads in several batch sizes; mlp")
     add("--pieces", action="store_true", help="memory of a logical batch of 65,536")
-    add("--device", choices=("cpu", "gpu"), default="cpu", help="gpu implies --here")
+    add("--device", choices=("cpu", "gpu"), default="cpu")
+    add("--dry-run", action="store_true", help="say what would be installed and run")
     add("--here", action="store_true", help="Keras and this library, in this environment")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=20, help="of a round, at most")
@@ -188,7 +226,14 @@ def parse(arguments):
     if options.quick:
         options.rounds, options.steps = 2, 3
     options.scaling = [] if options.scaling is None else options.scaling or ["mlp"]
-    options.here = options.here or options.device == "gpu"
+    options.gpus = number_of_gpus() if options.device == "gpu" else 0
+    if options.device == "gpu" and options.dry_run:
+        options.gpus = options.gpus or 2  # what it would do at most
+    if options.device == "gpu" and not options.gpus:
+        parser.error(
+            "--device gpu: the driver (nvidia-smi -L) lists no GPU on this machine. Run it where "
+            "there is one, or see with --dry-run what it would do."
+        )
     folder = "benchmark-gpu" if options.device == "gpu" else "benchmark"
     options.output = options.output or REPOSITORY / "output" / folder
     return options

@@ -17,7 +17,7 @@ from workloads import REAL, WORKLOADS
 BENCHMARKS = pathlib.Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
 
-#: What pip installs into each environment, call by call.
+#: What pip installs into each environment, call by call: for the CPU, and other words for GPUs.
 REQUIREMENTS = {
     "keras": [["-e", f"{REPOSITORY}[plots]", "tensorflow==2.21.0", "keras==3.15.1"]],
     "tf_privacy": [
@@ -27,6 +27,19 @@ REQUIREMENTS = {
     "opacus": [["torch==2.13.0", "torchvision==0.28.0", "opacus==1.6.0"]],
     "jax_privacy": [["jax==0.10.2", "jaxlib==0.10.2", "jax-privacy==2.0.0"]],
 }
+
+_FOR_GPUS = {"tensorflow==": "tensorflow[and-cuda]==", "jax==": "jax[cuda12]=="}  # PyPI's torch is
+
+
+def requirements(name, device):
+    """The words of each call of pip for an environment."""
+    replaced = _FOR_GPUS if device == "gpu" else {}
+
+    def word_for(word):
+        found = next((start for start in replaced if word.startswith(start)), None)
+        return word.replace(found, replaced[found]) if found else word
+
+    return [[word_for(word) for word in words] for words in REQUIREMENTS[name]]
 
 
 class Contender(NamedTuple):
@@ -56,6 +69,8 @@ CONTENDERS = [
     Contender("dp_keras", "dpsgd+bands16", "this library, DP-SGD, noise of 16 bands", "keras"),
     Contender("dp_keras", "dpsgd+secure", "this library, DP-SGD, secure noise", "keras"),
     Contender("dp_keras", "galore", "this library, DP-GaLore of rank 32", "keras"),
+    Contender("keras_plain", "plain+two", "Keras, not private, two devices", "keras"),
+    Contender("dp_keras", "dpsgd+two", "this library, DP-SGD, two devices", "keras"),
     Contender("tf_privacy", "vectorized", "TF Privacy, vectorized optimizer", "tf_privacy"),
     Contender("tf_privacy", "model", "TF Privacy, DPModel (XLA)", "tf_privacy"),
     Contender("tf_privacy", "fast", "TF Privacy, fast clipping (XLA)", "tf_privacy"),
@@ -73,35 +88,57 @@ SMALL_ONLY = ("tf_privacy", "jax_privacy")
 #: Environment variables of the workers on each device.
 SETTINGS = {
     "cpu": {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
-    "gpu": {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_CPP_MIN_LOG_LEVEL": "3"},
-}
+    "gpu": {
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    },
+}  # fmt: skip
+
+
+def number_of_gpus():
+    """How many GPUs the driver of this machine lists."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def environment(name):
+def folder_of(name, device):
+    return REPOSITORY / ".bench" / (name if device == "cpu" else f"{name}-{device}")
+
+
+def commands_for(name, device):
+    """The commands that make an environment."""
+    root = folder_of(name, device)
+    yield [sys.executable, "-m", "venv", "--clear", root]
+    for words in requirements(name, device):
+        yield [root / "bin" / "python", "-m", "pip", "install", *words]
+
+
+def environment(name, device="cpu"):
     """The Python of an environment, which is made first where it is missing or out of date."""
-    root = REPOSITORY / ".bench" / name
+    root = folder_of(name, device)
     python, made_of = root / "bin" / "python", root / "made_of.json"
-    wanted = json.dumps([sys.version, REQUIREMENTS[name]])
+    wanted = json.dumps([sys.version, requirements(name, device)])
     if not made_of.exists() or made_of.read_text() != wanted:
-        say(f"making the environment {name}")
-        commands = [[sys.executable, "-m", "venv", "--clear", root]]
-        commands += [[python, "-m", "pip", "install", *words] for words in REQUIREMENTS[name]]
-        for command in commands:
+        say(f"making the environment {root.name}")
+        for command in commands_for(name, device):
             subprocess.run(command, check=True, capture_output=True, text=True)
         made_of.write_text(wanted)
     return python
 
 
-def pythons(contenders, here):
+def pythons(contenders, here, device="cpu"):
     """The Python of each environment that the contenders need; a string says why there is none."""
     found = {}
     for name in dict.fromkeys(contender.environment for contender in contenders):
         try:
-            found[name] = pathlib.Path(sys.executable) if here else environment(name)
+            found[name] = pathlib.Path(sys.executable) if here else environment(name, device)
         except subprocess.CalledProcessError as error:
             lines = (error.stderr or error.stdout or str(error)).strip().splitlines()
             found[name] = f"its environment could not be made: {lines[-1]}"

@@ -24,6 +24,7 @@ from dp_keras_opt import (
     theory,
     tuning,
 )
+from dp_keras_opt.clipping import Objective
 from dp_keras_opt.counterpart import make_private
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.training.guard import PrivacyBudgetError
@@ -31,6 +32,7 @@ from dp_keras_opt.version import __version__  # noqa: F401
 
 __all__ = [
     "DPModel",
+    "Objective",
     "PrivacyBudgetError",
     "accounting",
     "audit",

@@ -103,6 +103,10 @@ ATTRIBUTES = (
     Private("Model", "_assert_compile_called", "3.0", "to say the same as Keras before compile"),
     Private("Model", "_compile_loss", "3.0", "the loss that compile made, to take it per example"),
     Private("Model", "_compile_metrics", "3.0", "its metrics, to leave padding out of them"),
+    Private(
+        "Model", "_aggregate_additional_loss", "3.12",
+        "overridden: a vector that a layer added is each example's own",
+    ),
     Private("Model", "_loss_tracker", "3.0", "to show a loss without padding"),
     Private("Model", "_symbolic_build", "3.0", "to build from what a replica gets"),
     Private("Model", "_maybe_symbolic_build", "3.6", "overridden: Keras reduces a batch first"),
@@ -210,9 +214,9 @@ def own_metrics(layer: keras.layers.Layer) -> Sequence[keras.metrics.Metric]:
     return getattr(layer, "_metrics", ())
 
 
-def adds_losses(layer: keras.layers.Layer) -> bool:
-    """Whether the last call of a layer left losses by `add_loss`."""
-    return bool(layer._losses)
+def added_losses(layer: keras.layers.Layer) -> list[Any]:
+    """The losses that the layer itself added in the last call of the model, by `add_loss`."""
+    return list(layer._losses)
 
 
 def seed_generators(layer: keras.layers.Layer) -> Sequence[keras.random.SeedGenerator]:
@@ -278,6 +282,11 @@ def compiled_loss(model: keras.Model) -> Any:
 def compiled_metrics(model: keras.Model) -> Any:
     """The container of metrics that `compile` made, None without metrics."""
     return model._compile_metrics
+
+
+def forget_loss(model: keras.Model) -> None:
+    """Forgets the loss that was compiled before: `compile(loss=None)` would leave it."""
+    model._compile_loss = model.loss = None
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:

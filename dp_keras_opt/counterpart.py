@@ -31,7 +31,8 @@ def make_private(model: keras.Model) -> DPModel:
         if getattr(type(model), method) is not getattr(keras.Model, method):
             raise TypeError(
                 f"{type(model).__name__} overrides `{method}`, which cannot be made private. "
-                "Express the objective as a per-example loss in compile(loss=...)."
+                "Express the objective as a per-example loss in compile(loss=...); what a loss of "
+                "outputs does not see, as a dp_keras_opt.Objective."
             )
     # One private counterpart a model: they share the weights, so they must share the ledger.
     if "_private_counterpart" not in vars(model):

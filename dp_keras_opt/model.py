@@ -19,7 +19,7 @@ from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.clipping import state_changes
+from dp_keras_opt.clipping import precision, state_changes, tensorflow_settings
 from dp_keras_opt.data import Blocks, RowInfo, failures
 from dp_keras_opt.optimizers import PrivateOptimizer
 from dp_keras_opt.training import (
@@ -191,7 +191,8 @@ class DPModel(keras.Model):
 
         Args:
             optimizer: an optimizer of `dp_keras_opt.optimizers`.
-            loss: any Keras loss: a string, an object, a function, or a structure of them.
+            loss: any Keras loss: a string, an object, a function, or a structure of them; or an
+                `Objective`, for all that a loss of one output does not see.
             loss_weights, metrics, weighted_metrics, run_eagerly, steps_per_execution, jit_compile:
                 as for `keras.Model.compile`.
             auto_scale_loss: refused where True: a float16 loss is scaled by a constant here.
@@ -199,14 +200,16 @@ class DPModel(keras.Model):
                 chunks of it that share one noise draw. None takes the batch as it comes.
 
         Raises:
-            ValueError: the optimizer is not private, or the model is known to mix examples.
+            ValueError: the optimizer is not private, the model is known to mix examples, or an
+                `Objective` names a layer that is not there.
             TypeError: the model overrides the training step or the loss.
         """
         for method in ("train_step", "compute_loss", "make_train_function"):
             if getattr(type(self), method) is not getattr(DPModel, method):
                 raise TypeError(
                     f"{type(self).__name__} overrides `{method}`, so that its training would not "
-                    "be private. Express the objective as a per-example loss in compile(loss=...)."
+                    "be private. Express the objective as a per-example loss in compile(loss=...); "
+                    "what a loss of outputs does not see, as a dp_keras_opt.Objective."
                 )
         if not isinstance(optimizer, PrivateOptimizer):
             if isinstance(getattr(optimizer, "inner_optimizer", None), PrivateOptimizer):
@@ -235,10 +238,13 @@ class DPModel(keras.Model):
                 )
             jit_compile = False
         clipping.validate(self)
+        objective = _objective_of(self, loss, loss_weights)
+        if objective is not None or isinstance(self.loss, clipping.Objective):
+            _keras.forget_loss(self)
         with self.distribute_strategy.scope():  # metrics have variables
             super().compile(
                 optimizer=optimizer,
-                loss=loss,
+                loss=None if objective is not None else loss,
                 loss_weights=loss_weights,
                 metrics=metrics,
                 weighted_metrics=weighted_metrics,
@@ -247,6 +253,8 @@ class DPModel(keras.Model):
                 jit_compile=jit_compile,
                 auto_scale_loss=False,
             )
+        if objective is not None:
+            self.loss = objective
         replicated.check_compiled(self, optimizer)
         self._step.physical_batch_size = physical_batch_size
         self._step.observers = ()
@@ -262,6 +270,8 @@ class DPModel(keras.Model):
 
     def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
+        if config and isinstance(self.loss, clipping.Objective):
+            config = config | {"loss": keras.saving.serialize_keras_object(self.loss)}
         return config and config | {"physical_batch_size": self.physical_batch_size}
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
@@ -471,9 +481,11 @@ class DPModel(keras.Model):
                 return (by_blocks if of_blocks else by_keras)(iterator)
 
         steps = state_changes.unchanged(steps, self._step.engines.hidden_state)
+        self._step.is_coarse = precision.is_coarse()
         self.train_function = self._guard.around(self, steps, self._check_before_tracing)
 
     def _check_before_tracing(self, iterator):
+        tensorflow_settings.check(self._step.is_coarse)
         specs = replicated.element_spec(iterator)
         step.check_before_tracing(self, self._step, specs, fitting=self._guard.is_fitting)
 
@@ -523,10 +535,26 @@ class DPModel(keras.Model):
     # Losses, metrics, evaluation.
 
     def per_example_losses(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        """The loss of each example, (B,), without regularisers."""
+        """The loss of each example, (B,), without regularizers and what layers add.
+
+        Raises:
+            ValueError: there is no loss, or no targets for it; or it is an `Objective`, which needs
+                more than outputs.
+        """
+        if isinstance(self.loss, clipping.Objective):
+            raise ValueError(
+                f"The objective '{self.loss.name}' cannot be computed from outputs alone: it takes "
+                "inputs and intermediates, too."
+            )
         compiled = _keras.compiled_loss(self)
         if compiled is None:
             raise ValueError("No loss to compute. Pass `loss` to compile().")
+        if y is None:
+            raise ValueError(
+                "The batches have no targets, and the loss is taken of each example and its "
+                "target. Give (x, y), as in an autoencoder (x, x); a dp_keras_opt.Objective needs "
+                "no targets."
+            )
         return losses.per_example_losses(compiled, y, y_pred, sample_weight)[0]
 
     def compute_loss(
@@ -537,10 +565,23 @@ class DPModel(keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """Keras's loss over a batch, for evaluation; training takes it per example."""
+        """Keras's loss over a batch, for evaluation; training takes it per example.
+
+        Raises:
+            ValueError: it is an `Objective`, which needs more than outputs.
+        """
+        if isinstance(self.loss, clipping.Objective):
+            raise ValueError(
+                f"The objective '{self.loss.name}' cannot be computed from outputs alone. Call "
+                "evaluate or test_on_batch."
+            )
         if isinstance(sample_weight, RowInfo):
             sample_weight = sample_weight.sample_weight
         return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def _aggregate_additional_loss(self, loss):
+        # Each example's own are added to the mean loss of the examples; Keras would sum them.
+        return super()._aggregate_additional_loss(keras.ops.mean(loss))
 
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
@@ -557,10 +598,10 @@ class DPModel(keras.Model):
     def test_step(self, data: Any) -> dict[str, Any]:
         """Keras's evaluation, with rows of padding counted in nothing."""
         batch = as_batch(data)
-        if batch.mask is None and not workers.is_used(self.distribute_strategy):
+        by_keras = batch.mask is None and not isinstance(self.loss, clipping.Objective)
+        if by_keras and not workers.is_used(self.distribute_strategy):
             return super().test_step(data)
-        y_pred = self(batch.x, training=False)
-        example_losses = self.per_example_losses(batch.y, y_pred, batch.sample_weight)
+        example_losses, y_pred = clipping.losses_and_outputs(self, batch, training=False)
         losses.update_figures(self, batch, example_losses, y_pred)
         return self.get_metrics_result()
 
@@ -722,6 +763,29 @@ class DPFunctional(DPModel, Functional):
 
     def __init__(self, *args, **kwargs):  # by these names Keras knows a functional constructor
         super().__init__(*args, **kwargs)
+
+
+def _objective_of(model, loss, loss_weights):
+    """The `Objective` that a loss is, None where it is one of Keras.
+
+    Raises:
+        ValueError: it is one of several losses, has a weight, or names a layer that is not there.
+    """
+    if not isinstance(loss, clipping.Objective):
+        if any(isinstance(part, clipping.Objective) for part in keras.tree.flatten(loss)):
+            raise ValueError(
+                "An Objective stands for the whole loss, since it is given all outputs: it cannot "
+                "be one of several. Compute the others in its function."
+            )
+        return None
+    if loss_weights is not None:
+        raise ValueError(
+            "loss_weights weigh losses of several outputs, and an Objective is one loss. Multiply "
+            "its terms in its function."
+        )
+    if model.built:
+        clipping.layers_named(model, loss.intermediates)
+    return loss
 
 
 def _product(epochs, steps):

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dp_keras_opt import filters, theory
+from dp_keras_opt.accounting.risk import Risk
 
 __all__ = [
     "autocorrelation",
@@ -27,6 +28,7 @@ __all__ = [
     "roc",
     "scores",
     "spectrum",
+    "trade_off",
 ]
 
 
@@ -345,6 +347,33 @@ def roc(curves: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]], axes: Any = N
     axes.set_yscale("log")
     axes.set_xlabel("false-positive rate")
     axes.set_ylabel("true-positive rate")
+    axes.legend()
+    return axes
+
+
+def trade_off(risks: Mapping[str, Risk], axes: Any = None) -> Any:
+    """The best that any attack can do: true-positive over false-positive rate, on logarithmic axes.
+
+    Args:
+        risks: dict from labels to `accounting.Risk`, as `ledger.risk()` gives them.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not risks:
+        raise ValueError("There is nothing to draw: no risk was given.")
+    axes = axes or _new_axes()
+    rates = np.geomspace(1e-4, 1, 401)
+    for label, risk in risks.items():
+        axes.loglog(rates, risk.true_positive_rate(rates), label=label)
+    axes.loglog(rates, rates, color="black", linestyle=":", label="guessing")
+    axes.set_xlabel("false-positive rate")
+    axes.set_ylabel("true-positive rate, at most")
+    axes.grid(alpha=0.3)
     axes.legend()
     return axes
 

@@ -464,6 +464,13 @@ REFERENCES: dict[str, Reference] = {
         2026,
         arxiv="2602.17284",
     ),
+    "dong2022": Reference(
+        ("Jinshuo Dong", "Aaron Roth", "Weijie Su"),
+        "Gaussian differential privacy",
+        "Journal of the Royal Statistical Society B 84(1), 2022",
+        2022,
+        arxiv="1905.02383",
+    ),
     "kairouz2015": Reference(
         ("Peter Kairouz", "Sewoong Oh", "Pramod Viswanath"),
         "The composition theorem for differential privacy",
@@ -620,13 +627,6 @@ REFERENCES: dict[str, Reference] = {
         "IEEE Symposium on Security and Privacy 2022",
         2022,
         arxiv="2112.03570",
-    ),
-    "dong2022": Reference(
-        ("Jinshuo Dong", "Aaron Roth", "Weijie J. Su"),
-        "Gaussian differential privacy",
-        "Journal of the Royal Statistical Society B 84(1), 2022",
-        2022,
-        arxiv="1905.02383",
     ),
     "mahloujifar2025": Reference(
         ("Saeed Mahloujifar", "Luca Melis", "Kamalika Chaudhuri"),

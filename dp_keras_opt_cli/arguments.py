@@ -91,6 +91,11 @@ def add_accounting(parser, delta=True):
         "--delta", type=probability, required=delta,
         help="probability that the guarantee fails, well below 1/examples; 0 with Laplace noise",
     )  # fmt: skip
+    add_accountant(parser)
+
+
+def add_accountant(parser):
+    """--accountant."""
     parser.add_argument("--accountant", choices=ACCOUNTANTS, default="auto")
 
 

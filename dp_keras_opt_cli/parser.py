@@ -74,18 +74,28 @@ def _add_spent(subparsers):
         subparsers, "statement", "spent:statement",
         "the privacy statement of a saved model, a ledger file or a planned run",
     )  # fmt: skip
-    parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="a .keras model or a ledger; none: a planned run"
-    )
-    _add_import(parser)
-    args.add_run(parser, required=False)
+    _add_spent_or_planned(parser)
     args.add_accounting(parser)
     _add_group_size(parser)
+    parser = args.add_command(
+        subparsers, "risk", "spent:risk",
+        "what attacks can gain at most: of a saved model, a ledger file or a planned run",
+    )  # fmt: skip
+    _add_spent_or_planned(parser)
+    args.add_accountant(parser)
     parser = args.add_command(subparsers, "ledger", "spent:ledger", "what a ledger file has spent")
     parser.add_argument("file", metavar="FILE", help="a ledger, or a .keras model that has one")
     _add_import(parser)
     args.add_accounting(parser)
     _add_group_size(parser)
+
+
+def _add_spent_or_planned(parser):
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="a .keras model or a ledger; none: a planned run"
+    )
+    _add_import(parser)
+    args.add_run(parser, required=False)
 
 
 def _add_optimizers(subparsers):

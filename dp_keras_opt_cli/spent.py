@@ -1,4 +1,4 @@
-"""What was spent: `ledger`, and `statement`, which also states what a planned run would spend."""
+"""What was spent: `ledger`; and `statement` and `risk`, which also speak of a planned run."""
 
 import dp_keras_opt as dp
 from dp_keras_opt.tables import aligned
@@ -10,18 +10,27 @@ _OF_A_PLAN = ("num_examples", "batch_size", "steps", "epochs", "noise_multiplier
 
 def statement(arguments):
     """The `Result` of `statement`."""
+    data, text = _stated(arguments, _spent_or_planned(arguments))
+    return Result(data, text)
+
+
+def risk(arguments):
+    """The `Result` of `risk`."""
+    found = _ledger(_spent_or_planned(arguments)).risk(arguments.accountant)
+    return Result({"accountant": arguments.accountant, **found.to_dict()}, str(found))
+
+
+def _spent_or_planned(arguments):
+    """What FILE has spent, or the ledger of the run that is described instead."""
     if arguments.file is not None:
         if any(getattr(arguments, name) is not None for name in _OF_A_PLAN):
             raise UsageError("Give FILE or a planned run (--num-examples), and not both.")
-        spent = models.spent(arguments.file, arguments.modules)
-    elif arguments.num_examples is None:
+        return models.spent(arguments.file, arguments.modules)
+    if arguments.num_examples is None:
         raise UsageError("Give FILE, or a planned run: --num-examples and so on.")
-    else:
-        runs.need(arguments, "length", "noise_multiplier")
-        sampling, steps, optimizer = plan.planned_run(arguments)
-        spent = dp.accounting.Ledger.of(optimizer, sampling, steps)
-    data, text = _stated(arguments, spent)
-    return Result(data, text)
+    runs.need(arguments, "length", "noise_multiplier")
+    sampling, steps, optimizer = plan.planned_run(arguments)
+    return dp.accounting.Ledger.of(optimizer, sampling, steps)
 
 
 def ledger(arguments):

@@ -94,6 +94,8 @@ def others() -> None:
     print(contractions.shape, gains.shape)
     candidate: dp.tuning.Candidate = dp.tuning.CANDIDATES["DPAdam"]
     print(candidate.middle()["learning_rate"] * 2)
+    objective = dp.Objective(lambda x, y, outputs, given: outputs[:, 0], intermediates=["code"])
+    print(objective.intermediates[0], objective.name)
 
 
 def attacked(model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
@@ -122,6 +124,7 @@ def wrong(optimizer: dp.optimizers.DPSGD, train: dp.data.Batches) -> None:
     dp.accounting.Sampling.poisson(100, 10, "add_one")  # type: ignore[arg-type]
     dp.accounting.calibrate(optimizer, [1], epochs=1, epsilon=2.0)  # type: ignore[arg-type]
     dp.accounting.epsilon(object(), sampling, 100, 1e-6)  # type: ignore[arg-type]
+    dp.Objective("mse")  # type: ignore[arg-type]
     dp.optimizers.DPSGD(clip_norm="1", batch_size=8)  # type: ignore[arg-type]
     dp.optimizers.DPSGD(batch_size=8)  # type: ignore[call-arg]
     dp.optimizers.DPYogi(0.1, batch_size=8)  # type: ignore[call-arg]

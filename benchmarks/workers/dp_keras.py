@@ -6,8 +6,8 @@ from workloads import WORKLOADS
 
 import dp_keras_opt as dp
 from workers.keras_common import fit_steps, inputs_and_outputs, optimizer_megabytes
-from workers.keras_plain import peak_megabytes, require
 from workers.protocol import serve
+from workers.tensorflow_devices import peak_megabytes, strategy
 
 MOST_STEPS = 2000
 
@@ -17,18 +17,19 @@ def prepare(workload, variant, batch_size, device):
 
     Variants: "dpsgd", "dp2rmsprop", "galore", the second moments of DPAdam; after them "+xla" to
     compile the step on the CPU too, "+pieces" for physical batches of 256, "+bands16" for noise of
-    16 bands, "+secure" for secure noise, or "+" and the name of a filter.
+    16 bands, "+secure" for secure noise, "+two" for two devices, or "+" and the name of a filter.
     """
-    require(device)
     variant, *options = variant.split("+")
     spec = WORKLOADS[workload]
-    model = dp.DPModel(*inputs_and_outputs(keras, workload, spec))
-    model.compile(
-        optimizer(variant, batch_size, options),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile="xla" in options or device == "gpu",
-        physical_batch_size=256 if "pieces" in options else None,
-    )
+    by_xla = device == "gpu" and not {"two", "secure"} & set(options)
+    with strategy(device, 2 if "two" in options else 1).scope():
+        model = dp.DPModel(*inputs_and_outputs(keras, workload, spec))
+        model.compile(
+            optimizer(variant, batch_size, options),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile="xla" in options or by_xla,
+            physical_batch_size=256 if "pieces" in options else None,
+        )
     data = tf.data.Dataset.from_tensors(spec.batch(batch_size)).repeat()
     sampling = dp.accounting.Sampling.full(batch_size)
     if "bands16" in options:  # which needs an example's steps to be as far apart

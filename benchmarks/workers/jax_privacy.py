@@ -10,7 +10,7 @@ from jax_privacy import clipped_grad
 from jax_privacy.noise_addition import gaussian_privatizer
 from workloads import WORKLOADS
 
-from workers.protocol import serve, timed
+from workers.protocol import resident_peak, serve, timed
 
 # A model is the shapes of its weights, layer by layer, and a function of weights and one example.
 
@@ -95,6 +95,8 @@ def transformer(weights, tokens):
 
 def prepare(workload, variant, batch_size, device):
     """See `protocol.serve`; variants "plain", "vectorized" and "one_by_one"."""
+    if device == "gpu" and jax.default_backend() != "gpu":
+        raise RuntimeError("JAX sees no GPU")
     x, y = (jnp.asarray(array) for array in WORKLOADS[workload].batch(batch_size))
     shapes, model = globals()[workload.upper()], globals()[workload]
     generator = np.random.default_rng(0)
@@ -137,5 +139,12 @@ def prepare(workload, variant, batch_size, device):
     return timed(step, wait=jax.block_until_ready), sum(w.size for w in jax.tree.leaves(weights))
 
 
+def peak_megabytes(device):
+    """The most memory that JAX held on the GPU, or that the process held on the CPU."""
+    if device == "cpu":
+        return resident_peak()
+    return jax.devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
+
+
 if __name__ == "__main__":
-    serve(prepare, ("jax", "jaxlib", "jax-privacy"))
+    serve(prepare, ("jax", "jaxlib", "jax-privacy"), peak_megabytes)

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import WORKLOADS
 
-from workers.protocol import serve, timed
+from workers.protocol import resident_peak, serve, timed
 
 
 class Residual(nn.Module):
@@ -48,7 +48,7 @@ class Embeddings(nn.Module):
         self.token, self.position = nn.Embedding(words, width), nn.Embedding(length, width)
 
     def forward(self, tokens):
-        positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
         return self.token(tokens) + self.position(positions)
 
 
@@ -184,10 +184,14 @@ def resnet50():
 
 def prepare(workload, variant, batch_size, device):
     """See `protocol.serve`; variants "plain", "hooks" and "ghost"."""
+    if device == "gpu" and not torch.cuda.is_available():
+        raise RuntimeError("PyTorch sees no GPU")
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as TensorFlow and JAX have it
+    place = "cuda" if device == "gpu" else "cpu"
     spec = WORKLOADS[workload]
-    x, y = (torch.from_numpy(array) for array in spec.batch(batch_size))
+    x, y = (torch.from_numpy(array).to(place) for array in spec.batch(batch_size))
     x, y = (x.movedim(-1, 1) if x.ndim == 4 else x).contiguous(), y.long()  # channels come first
-    model = nn.Sequential(*globals()[workload]())
+    model = nn.Sequential(*globals()[workload]()).to(place)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.Adam(model.parameters(), 0.001)
     criterion = nn.CrossEntropyLoss()
@@ -217,8 +221,15 @@ def prepare(workload, variant, batch_size, device):
         loss().backward()
         optimizer.step()
 
-    return timed(step), parameters
+    return timed(step, wait=lambda _: device == "gpu" and torch.cuda.synchronize()), parameters
+
+
+def peak_megabytes(device):
+    """The most memory that PyTorch held on the GPU, or that the process held on the CPU."""
+    if device == "cpu":
+        return resident_peak()
+    return torch.cuda.max_memory_allocated() / 2**20
 
 
 if __name__ == "__main__":
-    serve(prepare, ("torch", "opacus"))
+    serve(prepare, ("torch", "opacus"), peak_megabytes)

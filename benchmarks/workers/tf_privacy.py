@@ -24,12 +24,14 @@ from workloads import WORKLOADS
 
 from workers.keras_common import fit_steps, inputs_and_outputs
 from workers.protocol import serve
+from workers.tensorflow_devices import peak_megabytes, require
 
 keras = tf.keras
 
 
 def prepare(workload, variant, batch_size, device):
     """See `protocol.serve`; variants "vectorized", "model" and "fast"."""
+    require(device)
     spec = WORKLOADS[workload]
     inputs, outputs = inputs_and_outputs(keras, workload, spec)
     privacy = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0}
@@ -73,4 +75,4 @@ def layers_with_a_rule():
 
 
 if __name__ == "__main__":
-    serve(prepare, ("tensorflow", "tf_keras", "tensorflow_privacy"))
+    serve(prepare, ("tensorflow", "tf_keras", "tensorflow_privacy"), peak_megabytes)

@@ -9,6 +9,7 @@ from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.noise_planner import NoiseChoice, NoisePlan, plan_noise
 from dp_keras_opt.accounting.plan import Plan
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
+from dp_keras_opt.accounting.risk import Risk
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.deprecation import renamed_names
 
@@ -27,6 +28,7 @@ __all__ = [
     "NoisePlan",
     "Plan",
     "RandomRepetitions",
+    "Risk",
     "Sampling",
     "affordable_batch_size",
     "calibrate",

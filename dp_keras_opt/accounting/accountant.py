@@ -178,7 +178,7 @@ def price(segments, delta, accountant="auto", max_distinct=MAX_DISTINCT, optimis
     divided between these beforehand.
     """
     _check_name(accountant)
-    _check_composable(segments)
+    check_composable(segments)
     with quiet():
         if accountant != "auto":
             return _priced_by(accountant, segments, delta, max_distinct, optimistic)
@@ -208,6 +208,18 @@ def _smallest(segments, delta, max_distinct, optimistic):
     except _Unpriced:
         return found
     return found._replace(asked=("pld", *_names("rdp", segments)))
+
+
+def loss_distribution(segments, max_distinct=MAX_DISTINCT):
+    """The `PrivacyLossDistribution` of the composition of segments; None where it has none."""
+    if not all(map(_has_losses, segments)):
+        return None
+    accountants = {}
+    for segment in segments:
+        made = make_accountant("pld", segment.sampling)
+        found = accountants.setdefault(segment.sampling.neighboring_relation, made)
+        found.compose(segment.event(max_distinct))
+    return next(iter(accountants.values())).composed() if len(accountants) == 1 else None
 
 
 def _has_losses(segment):
@@ -346,7 +358,8 @@ def composable(segments):
     return list(groups.values())
 
 
-def _check_composable(segments):
+def check_composable(segments):
+    """Refuses segments that do not compose to one guarantee."""
     for name, why in (
         ("adjacency", "they speak of different neighbouring data sets"),
         ("unit", "they protect different units"),

@@ -20,6 +20,7 @@ from dp_keras_opt.accounting.plan import Plan
 from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
+from dp_keras_opt.accounting.risk import Risk, risk_of
 from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
 from dp_keras_opt.accounting.segment import Segment, stated
 from dp_keras_opt.checks import whole_number
@@ -315,6 +316,22 @@ class Ledger:
         They differ where a noise schedule has more than 400 distinct factors, which are rounded.
         """
         return accountants.epsilon_bracket(self.segments, delta, accountant)
+
+    def risk(self, accountant: Accountant = "auto") -> Risk:
+        """What any attack on one unit can gain at most from all that was released.
+
+        From the whole distribution of privacy losses, which says more than ε at one δ; where there
+        is none, or with "rdp" and "pure", from ε at several δ. Of what was planned, where results
+        may have stopped the training.
+
+        Returns:
+            `accounting.Risk`, which has the figures as methods; print it for a summary.
+
+        Raises:
+            ValueError: the steps do not compose to one guarantee, or the accountant cannot price
+                them.
+        """
+        return risk_of(self.segments, accountant)
 
     def affordable_steps(
         self, epsilon: float, delta: float, accountant: Accountant = "auto"

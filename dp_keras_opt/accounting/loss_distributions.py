@@ -73,7 +73,7 @@ class LossDistributionAccountant(dp_accounting.PrivacyAccountant):
                 self._counts[event] += count
         return None if do_compose else self._checker._maybe_compose(event, count, False)
 
-    def _composed(self):
+    def composed(self):
         """The `PrivacyLossDistribution` of all that was composed; None where there is none."""
         by_interval = collections.defaultdict(list)
         for event, count in self._events():
@@ -101,11 +101,11 @@ class LossDistributionAccountant(dp_accounting.PrivacyAccountant):
     def get_epsilon(self, target_delta):
         if not any(self._events()):
             return 0.0
-        losses = self._composed() if target_delta >= _LEAST_DELTA else None
+        losses = self.composed() if target_delta >= _LEAST_DELTA else None
         return math.inf if losses is None else float(losses.get_epsilon_for_delta(target_delta))
 
     def get_delta(self, target_epsilon):
-        losses = self._composed()
+        losses = self.composed()
         return 1.0 if losses is None else float(losses.get_delta_for_epsilon(target_epsilon))
 
 

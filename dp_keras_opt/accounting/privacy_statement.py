@@ -15,6 +15,7 @@ from dp_keras_opt.accounting.accountant import (
 from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.groups import group_epsilon
+from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of
 from dp_keras_opt.checks import whole_number
 
 _NEIGHBOURS = {
@@ -97,6 +98,7 @@ class Claim(NamedTuple):
     promised: float  # of the steps that were planned: the guarantee
     accountants: tuple  # that gave it
     asked: tuple  # of which it is the smallest
+    risk: Risk  # of the steps that were planned
 
     @property
     def unit(self):
@@ -131,7 +133,12 @@ def _claim(segments, delta, accountant):
     planned = [each for each in scenarios(segments) if [s.state for s in each] != states]
     prices = [spent, *(price_of(each, delta, accountant) for each in planned)]
     promised = max(prices, key=lambda price: price.epsilon)
-    return Claim(segments, lower, spent.epsilon, *promised)
+    if accountant in ("auto", "pld"):
+        risk = risk_of(segments, accountant)
+    else:
+        first = segments[0].sampling
+        risk = of_guarantee(promised.epsilon, delta, unit=first.unit, adjacency=first.adjacency)
+    return Claim(segments, lower, spent.epsilon, *promised, risk)
 
 
 def _claimed(claim, delta):
@@ -142,6 +149,8 @@ def _claimed(claim, delta):
         neighbours += f"; one {unit} stands for all examples of that {unit}"
     yield _guarantee(claim, delta)
     yield f"Neighbouring data sets: {neighbours} ({claim.adjacency})."
+    if math.isfinite(claim.promised):
+        yield " ".join(["What it means:", claim.risk.sentence, *claim.risk.remarks])
     if claim.promised > claim.epsilon:
         yield (
             "Stopped early: the training ended before it had run all of the steps that were "

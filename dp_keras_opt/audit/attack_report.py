@@ -309,7 +309,7 @@ def _scored(model, reference, functions, examples, batch_size):
     values: dict[str, list[np.ndarray]] = {name: [] for name in functions}
     targets = []
     for x, y, _ in batches(examples, batch_size):
-        rows = len(tree.flatten(y)[0])
+        rows = len(tree.flatten(x)[0])
         for name, function in functions.items():
             score = _one_each(name, function(model, x, y), rows)
             if reference is not None:

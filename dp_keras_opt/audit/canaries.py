@@ -20,7 +20,7 @@ from dp_keras_opt.audit.bounds import (
     one_run_bound,
 )
 from dp_keras_opt.audit.trade_off import gaussian_epsilon, gaussian_mu_bound
-from dp_keras_opt.clipping import Batch, clip_groups
+from dp_keras_opt.clipping import Batch, clip_groups, losses_and_outputs
 from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.clipped_sum import clip_factor, norms_by_group
 from dp_keras_opt.data import poisson_batches
@@ -116,7 +116,7 @@ def inclusion_estimates(
     """
     optimizer = model.optimizer
     engines = model.engines(canaries)
-    _, _, gradients = per_example_gradients(model, canaries, model.per_example_losses, engines)
+    _, _, gradients = per_example_gradients(model, canaries, None, engines)
     estimates, stds = [], []
     for part, answer in zip(optimizer.releases, released, strict=True):
         query = queries[part.query]
@@ -259,8 +259,8 @@ class _Training:
         parts = []
         for start in range(0, _count(x), rows):
             part = tree.map_structure(lambda t, s=start: tf.constant(t[s : s + rows]), (x, y))
-            outputs = self.model(part[0], training=False)
-            parts.append(self.model.per_example_losses(part[1], outputs).numpy())
+            losses, _ = losses_and_outputs(self.model, Batch(*part), training=False)
+            parts.append(losses.numpy())
         return np.concatenate(parts)
 
     def _observe(self, queries, released):

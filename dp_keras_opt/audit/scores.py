@@ -13,6 +13,7 @@ from keras import tree
 from dp_keras_opt import _keras, clipping
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.data import Batches
+from dp_keras_opt.model import DPModel
 from dp_keras_opt.training.losses import per_example_losses
 
 #: `(x, y)` of arrays, or nested structures of them, with one row per example, or an iterable of
@@ -91,7 +92,7 @@ def negative_gradient_norm(model: keras.Model, x: Any, y: Any) -> np.ndarray:
     Raises:
         TypeError: it is another model.
     """
-    if not hasattr(model, "per_example_losses"):
+    if not isinstance(model, DPModel):
         raise TypeError(
             "Only a DPModel gives the gradients of single examples. Compile "
             "dp_keras_opt.make_private(model) with a private optimizer and give that, or use the "
@@ -182,6 +183,10 @@ _NOT_A_CLASSIFIER = (
 def _losses(model, x, y, weight=None):
     """(losses (B,) in float64, outputs)."""
     compiled = _keras.compiled_loss(model)
+    if isinstance(model, DPModel) and model.compiled:  # an Objective, what layers add
+        batch = clipping.Batch(x, y, weight)
+        losses, outputs = clipping.losses_and_outputs(model, batch, training=False)
+        return np.asarray(losses, np.float64), outputs
     if compiled is None:
         raise ValueError(
             "The model has no compiled loss. Call model.compile(loss=...) with the loss it was "

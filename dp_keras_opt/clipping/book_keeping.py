@@ -21,6 +21,7 @@ from dp_keras_opt.clipping.batch import valid_rows
 from dp_keras_opt.clipping.factors import DenseGradients, joined, sizes_of
 from dp_keras_opt.clipping.graphs import current_graph
 from dp_keras_opt.clipping.layer_rules import rule_for
+from dp_keras_opt.clipping.objective import losses_and_outputs
 from dp_keras_opt.clipping.patches import compiled
 
 _ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
@@ -60,7 +61,8 @@ def per_example_gradients(model, batch, per_example_loss, engines, loss_scale=1.
     Args:
         model: a built model.
         batch: a `Batch`.
-        per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,).
+        per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,); None
+            for the objective that the model was compiled with.
         engines: which engine serves which layer.
         loss_scale: factor on the loss of the backward pass, undone in the gradients.
 
@@ -70,8 +72,7 @@ def per_example_gradients(model, batch, per_example_loss, engines, loss_scale=1.
     """
     count = sizes_of(tf.nest.flatten(batch.x)[0])[0]
     with tf.GradientTape() as tape, recording(engines, batch.num_rows, count) as calls:
-        y_pred = model(batch.x, training=True)
-        losses = per_example_loss(batch.y, y_pred, batch.sample_weight)
+        losses, y_pred = losses_and_outputs(model, batch, True, per_example_loss)
         objective = tf.reduce_sum(_counted(losses, batch)) * loss_scale
     deltas = tape.gradient(objective, [call.source for call in calls])
     with compiled(bool(getattr(model, "jit_compile", True))):

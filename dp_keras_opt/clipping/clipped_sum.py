@@ -9,10 +9,11 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt import deprecation
+from dp_keras_opt.clipping import precision, tensorflow_settings
 from dp_keras_opt.clipping.batch import Batch, valid_rows
 from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.engines import Engines, engines_for
-from dp_keras_opt.clipping.factors import rounding, zeroing
+from dp_keras_opt.clipping.factors import zeroing
 from dp_keras_opt.clipping.grouped_rows import PerUnit
 from dp_keras_opt.clipping.groups import clip_groups
 from dp_keras_opt.clipping.query import Query
@@ -61,22 +62,28 @@ def clipped_sums(
         loss_scale: factor on the loss that keeps float16 gradients from vanishing; undone before
             the norm is taken.
         per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,), each of
-            its own row alone; by default the compiled loss of a `DPModel`.
+            its own row alone; by default the objective that a `DPModel` was compiled with.
 
     Returns:
         `ClippedSums`.
 
     Guarantee: for each query the sum of two batches that differ in one row's presence differ by at
     most its `clip_norm` in the geometry of the query, up to float32 rounding, whatever the row
-    holds (NaN and infinities included). With a mask (users, K) this holds for all rows of one user
-    together. Public rows belong to no user, and are answered for row by row.
+    holds (NaN and infinities included), also where GPUs multiply in TF32 (`precision`). With a mask
+    (users, K) this holds for all rows of one user together. Public rows belong to no user, and are
+    answered for row by row.
+
+    Raises:
+        ValueError: TensorFlow is set to multiply float32 numbers in fewer bits than TF32 has.
 
     Reference: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning with
     differential privacy", CCS 2016, doi:10.1145/2976749.2978318, arXiv:1607.00133, Algorithm 1.
     """
+    tensorflow_settings.check()
     batch = Batch(*tf.nest.map_structure(_tensor, tuple(batch)))
-    loss, engines = per_example_loss or model.per_example_losses, engines or engines_for(model)
-    losses, y_pred, gradients = per_example_gradients(model, batch, loss, engines, loss_scale)
+    losses, y_pred, gradients = per_example_gradients(
+        model, batch, per_example_loss, engines or engines_for(model), loss_scale
+    )
     per_row = per_unit = PerUnit(losses, valid_rows(batch, losses), gradients)
     if batch.rows_per_user is not None:
         per_unit = per_row.grouped(batch.mask)
@@ -181,7 +188,7 @@ def norms_by_group(query, gradients, groups, num_units):
 
 def clip_factor(norm, bound, query):
     """The number ≤ C/‖v‖ that an example with this norm is multiplied with."""
-    norm = norm * (1 + rounding())  # what the products of the sum may be rounded up by
+    norm = norm * (1 + precision.rounding())  # what the products of the sum may be rounded up by
     if query.normalize:
         return bound / (norm + query.gamma)
     return tf.minimum(1.0, bound / norm)

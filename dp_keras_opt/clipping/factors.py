@@ -6,7 +6,7 @@ each example's gradient, and a weighted sum over the examples. In shapes below, 
 rows.
 
 A norm must not come out too small, or the bound would break. Where terms cancel, rounding could
-make it so; `_with_rounding` then adds what rounding may have taken.
+make it so; `_with_rounding` then adds what rounding may have taken (`precision` has the proof).
 """
 
 import abc
@@ -16,6 +16,8 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.clipping.precision import in_full, is_coarse, rounding
+
 #: The smallest float32 number that kernels keep.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -24,19 +26,6 @@ FEW_POSITIONS = 8
 
 #: Largest temporary of a norm computation, in float32 numbers (128 MB).
 BLOCK = 2**25
-
-
-def rounding(terms=1):
-    """Bound on the error of a float32 sum of products, relative to the sum of their magnitudes.
-
-    Args:
-        terms: how many products, a number or a scalar tensor. One after another they could lose up
-            to half a bit each, but no kernel keeps a single sum for long.
-    """
-    # TensorFlow lets GPUs round the factors of a matrix product to 11 bits.
-    coarse = tf.config.experimental.tensor_float_32_execution_enabled()
-    one = 2.0**-9 if coarse and tf.config.list_physical_devices("GPU") else 2.0**-21
-    return one + 2.0**-27 * (tf.cast(terms, tf.float32) if tf.is_tensor(terms) else terms)
 
 
 class Factor(abc.ABC):
@@ -52,6 +41,19 @@ class Factor(abc.ABC):
     def l1_norm(self, scale=None):
         """‖scale ⊙ gradient_b‖₁ for each example b, (B,)."""
         return _l1(_scaled(self.materialize(), scale))
+
+    def terms(self, norm, scale=None):
+        """What the gradients are sums of, computed otherwise in their norm than in the sum.
+
+        Args:
+            norm: "l2" or "l1".
+            scale: as for the norms.
+
+        Returns:
+            (Σ ‖scale ⊙ term‖ over the terms of each example, (B,); how many are summed up).
+        """
+        gradients = _scaled(self.materialize(), scale)
+        return (_l1(gradients) if norm == "l1" else tf.sqrt(_l2_squared(gradients))), 1
 
     @abc.abstractmethod
     def weighted_sum(self, weights):
@@ -102,6 +104,7 @@ class DenseGradients(Factor):
 
     def __init__(self, gradients):
         self.gradients = tf.cast(gradients, tf.float32)
+        self.shape = tuple(self.gradients.shape[1:])
 
     def squared_norm(self, scale=None):
         return _l2_squared(_scaled(self.gradients, scale))
@@ -151,41 +154,34 @@ class OuterProducts(Factor):
         matrix = None if scale is None else self._as_matrix(scale)
         groups, positions, inputs, outputs = self._sizes
         if positions == 1:
-            return tf.square(tf.norm(self._norms_of_terms(matrix)[..., 0], axis=1))
+            return _l2_squared(self._sizes_of_terms("l2", scale))
         if self._is_small:
             return _l2_squared(_scaled(self._materialized(), matrix))
+        terms = self.terms("l2", scale)
         if positions is not None and matrix is None and self._gram_is_cheaper:
-            return _with_rounding(self._gram_norm(), self._norms_of_terms(None), products=True)
+            return _with_rounding(self._gram_norm(), terms, products=True)
         if positions is not None and matrix is not None and self._pairs_are_cheaper:
-            found = self._norm_of_pairs(matrix)
-            return _with_rounding(found, self._norms_of_terms(matrix), products=True)
+            return _with_rounding(self._norm_of_pairs(matrix), terms, products=True)
         total = sum(_l2_squared(block) for block in self._blocks(matrix))
-        return _with_rounding(total, self._norms_of_terms(matrix))
+        return _with_rounding(total, terms)
 
     def l1_norm(self, scale=None):
         matrix = None if scale is None else self._as_matrix(scale)
         if self._sizes[1] == 1:
-            return self._l1_of_terms(matrix)
+            return self.terms("l1", scale)[0]
         if self._is_small:
             return _l1(_scaled(self._materialized(), matrix))
         total = sum(_l1(block) for block in self._blocks(matrix))
-        return total + self.l1_rounding(scale)
+        return total + _l1_rounding(self.terms("l1", scale))
 
-    def _l1_of_terms(self, matrix):
-        """Σ_t ‖S ∘ (a_t ⊗ b_t)‖₁, (B,)."""
-        return tf.reduce_sum(self._sizes_of_terms(tf.abs, matrix), axis=(1, 2))
+    def terms(self, norm, scale=None):
+        sizes = self._sizes_of_terms(norm, scale)
+        return tf.reduce_sum(sizes, axis=(1, 2)), sizes_of(self.inputs)[2]
 
-    def l1_rounding(self, scale=None):
-        """What rounding may take from the L1 norm, (B,)."""
+    def _sizes_of_terms(self, norm, scale):
+        """‖S ∘ (a_t ⊗ b_t)‖ for each group and position, (B, G, T)."""
         matrix = None if scale is None else self._as_matrix(scale)
-        return rounding(sizes_of(self.inputs)[2]) * self._l1_of_terms(matrix)
-
-    def _norms_of_terms(self, matrix):
-        """‖S ∘ (a_t ⊗ b_t)‖₂ for each group and position, (B, G, T)."""
-        return self._sizes_of_terms(tf.square, matrix, tf.sqrt)
-
-    def _sizes_of_terms(self, power, matrix, root=tf.identity):
-        """root(Σ_jk power(S_jk a_j b_k)) for each group and position, (B, G, T)."""
+        power, root = (tf.abs, tf.identity) if norm == "l1" else (tf.square, tf.sqrt)
         # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
         largest = largest_a * largest_b
@@ -195,7 +191,7 @@ class OuterProducts(Factor):
             matrix, largest_s = _unit_range(matrix, (0, 1, 2))
             total = tf.reduce_sum(_through(power(a), power(matrix)) * power(b), axis=3)
             # A geometry may weigh most what is least: of each entry, what flushed to zero is less.
-            total += matrix.shape[1] * matrix.shape[2] * 2 * _SMALLEST
+            total += matrix.shape[1] * matrix.shape[2] * 8 * _SMALLEST
             largest *= largest_s
         return root(total) * largest[..., 0]
 
@@ -221,7 +217,8 @@ class OuterProducts(Factor):
     def _gram_norm(self):
         """Σ_ts (a_t·a_s)(b_t·b_s): the squared norm of Σ_t a_t ⊗ b_t, in T² products."""
         a, b, largest = self._terms_in_range()
-        grams = tf.matmul(a, a, transpose_b=True) * tf.matmul(b, b, transpose_b=True)
+        of_pairs = functools.partial(tf.matmul, transpose_b=True)
+        grams = in_full(of_pairs, a, a) * in_full(of_pairs, b, b)
         norm = tf.sqrt(tf.maximum(tf.reduce_sum(grams, axis=(1, 2, 3)), 0.0))
         return tf.square(norm * largest[:, 0, 0, 0])
 
@@ -238,18 +235,21 @@ class OuterProducts(Factor):
         t, s = np.triu_indices(positions)
         a, b = (tf.gather(each, t, axis=2) * tf.gather(each, s, axis=2) for each in (a, b))
         pairs = tf.reduce_sum(_through(a, tf.square(matrix)) * b, axis=(1, 3))
-        total = tf.linalg.matvec(pairs, tf.constant(np.where(t == s, 1.0, 2.0), tf.float32))
+        total = tf.reduce_sum(pairs * tf.constant(np.where(t == s, 1.0, 2.0), tf.float32), axis=1)
         # Of each entry of each pair, what flushed to zero on the way is less.
-        total = tf.maximum(total, 0.0) + groups * inputs * outputs * positions**2 * 8 * _SMALLEST
+        total = tf.maximum(total, 0.0) + groups * inputs * outputs * positions**2 * 16 * _SMALLEST
         return tf.square(tf.sqrt(total) * (largest * largest_s)[:, 0, 0, 0])
 
     def _blocks(self, matrix):
         """The per-example gradients (B, G, some of I, O), times the geometry (G, I, O)."""
         groups, _, inputs, outputs = self._sizes
         width = max(1, BLOCK // (groups * outputs * (self.inputs.shape[0] or 256)))
+        a, b, largest = self.inputs, self.deltas, None
+        if is_coarse():  # what is small would lose its second part
+            a, b, largest = self._terms_in_range()
         for start in range(0, inputs, width):
-            part = self.inputs[..., start : start + width]
-            gradients = tf.matmul(part, self.deltas, transpose_a=True)
+            gradients = in_full(_over_positions, a[..., start : start + width], b)
+            gradients = _scaled(gradients, largest)
             yield _scaled(gradients, None if matrix is None else matrix[:, start : start + width])
 
     def _materialized(self):
@@ -259,7 +259,7 @@ class OuterProducts(Factor):
         within a branch of the graph, of which nothing may be kept.
         """
         if self._gradients is None:
-            self._gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
+            self._gradients = _over_positions(self.inputs, self.deltas)
         return self._gradients
 
     def _as_matrix(self, tensor):
@@ -315,7 +315,7 @@ class OuterProducts(Factor):
     def materialize(self):
         gradients = self._gradients
         if gradients is None:
-            gradients = tf.matmul(self.inputs, self.deltas, transpose_a=True)
+            gradients = in_full(_over_positions, self.inputs, self.deltas)
         gradients = tf.reshape(gradients, (-1, *self.layout))
         gradients = tf.transpose(gradients, (0, *(axis + 1 for axis in self.order)))
         return tf.reshape(gradients, (-1, *self.shape))
@@ -347,8 +347,7 @@ class Lookup(Factor):
             return _l2_squared(self.deltas * scales)
         sums, repeats = self._sums()
         squares = tf.reduce_sum(tf.square(sums * scales), axis=2) / repeats
-        terms = tf.norm(self.deltas * scales, axis=2)
-        return _with_rounding(tf.reduce_sum(squares, axis=1), terms)
+        return _with_rounding(tf.reduce_sum(squares, axis=1), self.terms("l2", scale))
 
     def l1_norm(self, scale=None):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
@@ -356,19 +355,20 @@ class Lookup(Factor):
             return _l1(self.deltas * scales)
         sums, repeats = self._sums()
         total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
-        return total + self.l1_rounding(scale)
+        return total + _l1_rounding(self.terms("l1", scale))
 
-    def l1_rounding(self, scale=None):
-        """What rounding may take from the L1 norm, (B,)."""
-        scales = 1.0 if scale is None else tf.gather(scale, self.ids)
-        return rounding(sizes_of(self.ids)[1]) * _l1(self.deltas * scales)
+    def terms(self, norm, scale=None):
+        deltas = self.deltas if scale is None else self.deltas * tf.gather(scale, self.ids)
+        if norm == "l1":
+            return _l1(deltas), sizes_of(self.ids)[1]
+        return tf.reduce_sum(tf.norm(deltas, axis=2), axis=1), sizes_of(self.ids)[1]
 
     def _sums(self):
         """Each position's row of the gradient (B, T, D), and at how many positions it stands."""
         if self.distinct:
             return self.deltas, tf.ones(sizes_of(self.ids))
         same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
-        return tf.matmul(same, self.deltas), tf.reduce_sum(same, axis=2)
+        return in_full(tf.matmul, same, self.deltas), tf.reduce_sum(same, axis=2)
 
     def weighted_sum(self, weights):
         return self._scatter(self.deltas * weights[:, None, None])
@@ -389,7 +389,7 @@ class Lookup(Factor):
         return Lookup(self.ids, function(self.deltas), self.shape, self.distinct)
 
     def materialize(self):
-        return tf.matmul(tf.one_hot(self.ids, self.shape[0]), self.deltas, transpose_a=True)
+        return in_full(_over_positions, tf.one_hot(self.ids, self.shape[0]), self.deltas)
 
     def grouped(self, size):
         return Lookup(_merged(self.ids, size, 1), _merged(self.deltas, size, 1), self.shape)
@@ -411,23 +411,30 @@ class TiedTable(Factor):
     def squared_norm(self, scale=None):
         lookup, products = self.lookup.squared_norm(scale), self.products.squared_norm(scale)
         total = tf.maximum(lookup + products + 2 * self._cross(scale), 0.0)
-        return _with_rounding(total, tf.sqrt(tf.stack([lookup, products], axis=1)), products=True)
+        return _with_rounding(total, self.terms("l2", scale), products=True)
 
     def l1_norm(self, scale=None):
-        uses = (self.lookup, self.products)
-        return super().l1_norm(scale) + sum(use.l1_rounding(scale) for use in uses)
+        return super().l1_norm(scale) + _l1_rounding(self.terms("l1", scale))
+
+    def terms(self, norm, scale=None):
+        (one, count), (other, more) = (
+            use.terms(norm, scale) for use in (self.lookup, self.products)
+        )
+        return one + other, count + more
 
     def _cross(self, scale):
         """⟨scale ⊙ look-ups, scale ⊙ projection⟩ for each example, through the rows looked up."""
         ids, looked_up, deltas = self.lookup.ids, self.lookup.deltas, self.products.deltas[:, 0]
         # (B, T, looked up)
         at_ids = tf.gather(self.products.inputs[:, 0], ids, axis=2, batch_dims=1)
+        product = functools.partial(tf.matmul, transpose_b=True)
         if scale is not None:  # its square leaves the range of float32
             looked_up, deltas, at_ids, scale = (
                 tf.cast(part, tf.float64) for part in (looked_up, deltas, at_ids, scale)
             )
-            looked_up *= tf.square(tf.gather(scale, ids))
-        products = tf.matmul(deltas, looked_up, transpose_b=True)
+            products = product(deltas, looked_up * tf.square(tf.gather(scale, ids)))
+        else:
+            products = in_full(product, deltas, looked_up)
         return tf.cast(tf.reduce_sum(at_ids * products, axis=(1, 2)), tf.float32)
 
     def weighted_sum(self, weights):
@@ -451,9 +458,9 @@ class Mapped(Factor):
 
     Args:
         inner: the factor.
-        function: the map, of tensors (..., *shape). It makes no gradient longer than `stretch`
-            does, coordinate by coordinate.
-        stretch: numbers that broadcast to the variable's shape.
+        function: the map, of tensors (..., *shape). It mixes the entries that have one number of
+            `stretch`, and makes no vector of these longer, in L2, than that number does.
+        stretch: numbers that broadcast to the variable's shape, of as many axes.
     """
 
     def __init__(self, inner, function, stretch):
@@ -462,14 +469,22 @@ class Mapped(Factor):
     def squared_norm(self, scale=None):
         gradients = self.inner_factor.materialize()
         total = _l2_squared(_scaled(self.function(gradients), scale))
-        # What the map takes away may be most of it.
-        before = tf.sqrt(_l2_squared(_scaled(gradients * self.stretch, scale)))
-        return _with_rounding(total, before[:, None])
+        return _with_rounding(total, self.terms("l2", scale))
 
     def l1_norm(self, scale=None):
         gradients = self.inner_factor.materialize()
         total = _l1(_scaled(self.function(gradients), scale))
-        return total + rounding() * _l1(_scaled(gradients * self.stretch, scale))
+        return total + _l1_rounding(self.terms("l1", scale))
+
+    def terms(self, norm, scale=None):
+        """Those before the map: it may take most of them away, and leave their rounding."""
+        shape, stretch = self.inner_factor.shape, self.stretch
+        mixed = [axis for axis, size in enumerate(stretch.shape) if size == 1]
+        if scale is not None:
+            stretch *= tf.reduce_max(scale, axis=mixed, keepdims=True)
+        if norm == "l1":  # ‖v‖₁ ≤ √n ‖v‖₂
+            stretch *= math.sqrt(math.prod(shape[axis] for axis in mixed))
+        return self.inner_factor.terms(norm, tf.broadcast_to(stretch, shape))
 
     def weighted_sum(self, weights):
         return self.function(self.inner_factor.weighted_sum(weights))
@@ -528,8 +543,13 @@ def _scaled(gradients, scale):
 def _through(inputs, matrix):
     """(B, G, T, I) times (G, I, O) as one product of matrices a group, without broadcasting."""
     if matrix.shape[0] == 1:
-        return tf.tensordot(inputs, matrix[0], 1)
-    return tf.einsum("bgti,gio->bgto", inputs, matrix)
+        return in_full(lambda a, b: tf.tensordot(a, b, 1), inputs, matrix[0])
+    return in_full(functools.partial(tf.einsum, "bgti,gio->bgto"), inputs, matrix)
+
+
+def _over_positions(inputs, deltas):
+    """Σ_t a_t ⊗ b_t of each example."""
+    return tf.matmul(inputs, deltas, transpose_a=True)
 
 
 def _finite(weighted):
@@ -547,17 +567,22 @@ def _unit_range(tensor, axis):
 
 
 def _with_rounding(squared_norm, terms, products=False):
-    """The squared norm of a sum of terms whose norms are `terms` (B, ...), made safe.
+    """The squared norm of a sum of `terms` (as `Factor.terms` gives them), made safe.
 
     Rounding moves the sum, which is computed and released elsewhere, by at most ρ·Σ terms; and the
     squared norm, where it was found from products of terms, by at most ρ(Σ terms)². The norm is
     raised by that, which can only clip more.
     """
-    total = tf.reduce_sum(terms, axis=range(1, terms.shape.rank))
-    relative = rounding(sizes_of(terms)[-1])
+    total, count = terms
     if products:
-        squared_norm += relative * tf.square(total)
-    return tf.square(tf.sqrt(squared_norm) + relative * total)
+        squared_norm += rounding(count, full=True) * tf.square(total)
+    return tf.square(tf.sqrt(squared_norm) + rounding(count) * total)
+
+
+def _l1_rounding(terms):
+    """What rounding may take from an L1 norm, (B,)."""
+    total, count = terms
+    return rounding(count) * total
 
 
 def zeroing(valid):

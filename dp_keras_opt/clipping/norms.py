@@ -82,12 +82,12 @@ def _norms(model, batch, query, batch_size):
         batch = batch._replace(mask=tf.cast(batch.mask, tf.bool))
     per_unit = batch.rows_per_user or 1
     num_rows, step = len(tree.flatten(batch.x)[0]), max(1, batch_size // per_unit) * per_unit
-    groups, per_example_loss = clip_groups(model, query), model.per_example_losses
-    engines, norms = None, [np.zeros((len(groups), 0), np.float32)]
+    groups, engines = clip_groups(model, query), None
+    norms = [np.zeros((len(groups), 0), np.float32)]
     for start in range(0, num_rows, step):
         part = _part(batch, start, start + step, per_unit)
-        engines = engines or checked_engines(model, part, per_example_loss=per_example_loss)
-        losses, _, gradients = per_example_gradients(model, part, per_example_loss, engines)
+        engines = engines or checked_engines(model, part)
+        losses, _, gradients = per_example_gradients(model, part, None, engines)
         units = PerUnit(losses, valid_rows(part, losses), gradients)
         if part.rows_per_user is not None:
             units = units.grouped(part.mask)

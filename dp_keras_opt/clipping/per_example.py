@@ -16,19 +16,12 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt._keras import layers_of, mask_of, seed_generators, set_mask, trained_in
+from dp_keras_opt.clipping import observed
 from dp_keras_opt.clipping.graphs import operations
+from dp_keras_opt.clipping.loops import runs_loop
 
 #: Memory for per-example copies of variables, in bytes.
 MEMORY = 2**28
-
-#: Layers that run their sublayers in a loop: nothing inside can be recorded on its own.
-LOOPS = (keras.layers.RNN, keras.layers.Wrapper)
-
-#: Wrappers that call what they wrap once, on the whole batch, and assign to its weights before.
-ONCE = (keras.layers.SpectralNormalization,)
-
-#: Those that call it so once a step, where the number of steps is known, and else in a loop.
-ONCE_A_STEP = (keras.layers.TimeDistributed,)
 
 
 def children(layer):
@@ -40,12 +33,6 @@ def owns_variables(layer):
     """Whether trainable variables belong to this layer itself and not to a sublayer of it."""
     below = {id(v) for child in children(layer) for v in trained_in(child)}
     return any(id(v) not in below for v in trained_in(layer))
-
-
-def runs_loop(layer, open_sizes=True):
-    """Whether the layer runs its sublayers in a loop, if sizes such as lengths are open or not."""
-    calls = ONCE if open_sizes else (*ONCE, *ONCE_A_STEP)
-    return isinstance(layer, LOOPS) and not isinstance(layer, calls)
 
 
 def is_unit(layer, open_sizes=True):
@@ -102,7 +89,7 @@ def call(layer, forward, num_rows, args, kwargs, batched, sequential=False, repe
     flat = tree.flatten((args, kwargs))
     count = tf.shape(flat[batched[0]])[0] if num_rows is None else num_rows
     copies = [tf.repeat(tf.convert_to_tensor(v)[None], count, axis=0) for v in variables]
-    structure, has_mask = [], []
+    structure, has_mask, beside = [], [], []
 
     def one_example(slices, repeats=1):
         leaves = list(flat)
@@ -110,13 +97,16 @@ def call(layer, forward, num_rows, args, kwargs, batched, sequential=False, repe
             leaves[i] = tf.repeat(leaf[None], repeats, axis=0) if repeats > 1 else leaf[None]
         one_args, one_kwargs = tree.pack_sequence_as((args, kwargs), leaves)
         own_weights = list(zip(variables, slices["copies"], strict=True))
-        with keras.StatelessScope(state_mapping=own_weights):
+        scope = keras.StatelessScope(state_mapping=own_weights, collect_losses=True)
+        with scope, observed.frame() as seen:
             outputs = forward(*one_args, **one_kwargs)
         structure[:] = [outputs]
+        beside[:] = [seen, len(scope.losses)]
         leaves = [leaf for leaf in tree.flatten(outputs) if leaf is not None]
         masks = [mask_of(leaf) for leaf in leaves]
         has_mask[:] = [mask is not None for mask in masks]
-        return [_only(t, repeats) for t in (*leaves, *masks) if t is not None]
+        found = (*leaves, *masks, *scope.losses, *tree.flatten([output for _, output in seen]))
+        return [_only(t, repeats) for t in found if t is not None]
 
     slices = {"leaves": [flat[i] for i in batched], "copies": copies}
     mapping = keras.ops.map if sequential else tf.vectorized_map
@@ -124,13 +114,21 @@ def call(layer, forward, num_rows, args, kwargs, batched, sequential=False, repe
         repeats = _repeats(one_example, slices)
     results = mapping(functools.partial(one_example, repeats=repeats or 1), slices)
     _advance_seeds(layer)
-    outputs, masks = results[: len(has_mask)], iter(results[len(has_mask) :])
+    outputs, others = results[: len(has_mask)], iter(results[len(has_mask) :])
     for output, masked in zip(outputs, has_mask, strict=True):
         if masked:
-            set_mask(output, next(masks))
-    outputs = iter(outputs)
-    packed = tree.map_structure(lambda leaf: None if leaf is None else next(outputs), structure[0])
+            set_mask(output, next(others))
+    seen, losses = beside
+    for _ in range(losses):
+        keras.layers.Layer.add_loss(layer, next(others))
+    for name, output in seen:
+        observed.observe(name, _packed(output, others))
+    packed = _packed(structure[0], iter(outputs))
     return packed, list(zip(variables, copies, strict=True)), repeats
+
+
+def _packed(structure, leaves):
+    return tree.map_structure(lambda leaf: None if leaf is None else next(leaves), structure)
 
 
 def _only(tensor, repeats):

@@ -100,5 +100,6 @@ def _of(layer: keras.layers.Layer) -> Iterator[Problem]:
         yield Problem(
             (layer.name,),
             f"The activity_regularizer of layer '{layer.name}' is a loss over the whole batch.",
-            "Remove it, or put the penalty into the per-example loss.",
+            "Remove it, and put the penalty into the per-example loss: a dp_keras_opt.Objective is "
+            "given what layers give.",
         )

@@ -14,7 +14,7 @@ _ROWS_READ = 4096  # of a column that is read in parts
 
 
 def columns(data, max_bytes, any_length=False):
-    """`(x, y, sample_weight)`, structures of arrays of equal length; the last may be None.
+    """`(x, y, sample_weight)`, structures of arrays of equal length; the last two may be None.
 
     Those of files stay there, as `OnDisk`. What is in memory takes no more than allowed. With
     `any_length` a column may be of objects that are each the array of an example.
@@ -24,6 +24,7 @@ def columns(data, max_bytes, any_length=False):
     named = {
         name: _map(lambda leaf, name=name: array(name, leaf, max_bytes, any_length), structure)
         for name, structure in zip(names, data, strict=False)
+        if name != "y" or structure is not None
     }
     lengths = {name: [len(a) for a in tf.nest.flatten(s)] for name, s in named.items()}
     distinct = set().union(*lengths.values())
@@ -36,7 +37,7 @@ def columns(data, max_bytes, any_length=False):
     weights = named.get("sample_weight")
     return (
         named["x"],
-        named["y"],
+        named.get("y"),
         None if weights is None else tf.nest.map_structure(weights_of_rows, weights),
     )
 
@@ -192,7 +193,7 @@ def check_tuple(data):
     if isinstance(data, tuple) and len(data) in (2, 3):
         return
     what = f"{len(data)} elements" if isinstance(data, tuple) else type(data).__name__
-    advice = "Without targets, as in an autoencoder, use (x, x)."
+    advice = "Without targets, use (x, None); as in an autoencoder, (x, x)."
     if not hasattr(data, "__len__"):
         advice = "What comes one by one is written into a file first, by dp_keras_opt.data.write."
     elif hasattr(data, "columns") or hasattr(data, "column_names"):

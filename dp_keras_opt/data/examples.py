@@ -49,6 +49,12 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, padding=None, skip
     if source is None:
         x, y, sample_weight = arrays.columns(data, max_bytes, any_length=padding is not None)
         on_disk = any(isinstance(leaf, OnDisk) for leaf in tf.nest.flatten((x, y)))
+        if y is None and (on_disk or map is not None or padding is not None or class_weight):
+            raise ValueError(
+                "Examples without targets, (x, None), are taken from arrays in memory, without "
+                "map, buckets and class_weight. Else give each a target that the loss does not "
+                "read, such as (x, x)."
+            )
         if not on_disk and map is None and padding is None:
             if class_weight is not None:
                 sample_weight = arrays.weights_of_classes(y, class_weight, sample_weight)

@@ -63,7 +63,9 @@ def with_public(
     try:
         tf.nest.map_structure(_check_same_form, ours, form)
     except (TypeError, ValueError) as error:
-        spec = tf.nest.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype), form)
+        spec = tf.nest.map_structure(
+            lambda t: t if t is None else tf.TensorSpec((None, *t.shape[1:]), t.dtype), form
+        )
         raise ValueError(
             f"Public data of the form {spec} stand beside private data of the form {ours}. Give "
             "both the same form."
@@ -79,6 +81,8 @@ def with_public(
         (x, y, _), _ = theirs.gather(tf.ensure_shape(places, [size + filling]))
 
         def append(private_part, public_part):
+            if private_part is None:  # no targets
+                return None
             return tf.concat([private_part, public_part], axis=0)
 
         joined = keras.tree.map_structure(append, (x_private, y_private), (x, y))
@@ -94,5 +98,9 @@ def with_public(
 
 
 def _check_same_form(ours, theirs):
+    if theirs is None and not hasattr(ours, "dtype"):  # neither has targets
+        return
+    if theirs is None or not hasattr(ours, "dtype"):
+        raise ValueError("One has targets and the other has none.")
     if ours.dtype != theirs.dtype or not ours.shape[1:].is_compatible_with(theirs.shape[1:]):
         raise ValueError("The shapes or the types of the examples differ.")

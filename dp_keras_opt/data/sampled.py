@@ -73,9 +73,10 @@ def poisson_batches(
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)` of arrays with equal first dimension n, where x
-            and y may be nested dicts, tuples or lists of arrays. Of those in memory one copy is
-            made; those on disk, of `np.memmap`, h5py or zarr, or the paths of `.npy` files, stay
-            there, and only what is drawn is read. Or a *source* of examples that are read when
+            and y may be nested dicts, tuples or lists of arrays; y is None for an objective without
+            targets (of arrays in memory, without `map`). Of those in memory one copy is made; those
+            on disk, of `np.memmap`, h5py or zarr, or the paths of `.npy` files, stay there, and
+            only what is drawn is read. Or a *source* of examples that are read when
             they are drawn: what `image_folder`, `text_folder` and `TFRecords` give, the path of
             what `write` has written, of a Feather or of a Parquet file (which is read into memory),
             data sets of Hugging Face, grain, ArrayRecord and TFDS, frames of pandas and Polars,

@@ -6,19 +6,22 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from dp_keras_opt.noise import bits
-
 
 class Distribution(NamedTuple):
-    """Two ways to draw, each a function of (source, shape) that calls `source.words`.
+    """What is drawn, by its formulas.
 
     Attributes:
-        ordinary: float32 draws.
-        secure: float64 draws of several words each, for `secure_noise=True`.
+        graph: float32 draws in a graph: function of (source, shape) that calls `source.words`.
+        host: the same by NumPy: function of (words, size) that yields arrays of `size` draws, and
+            calls `words` with a shape for random int64 words.
+        secure: as `host`, float64 draws of several words each, for `secure_noise=True`.
+        number: how many arrays there are.
     """
 
-    ordinary: Callable[..., Any]
+    graph: Callable[..., Any]
+    host: Callable[..., Any]
     secure: Callable[..., Any]
+    number: int = 1
 
 
 #: So many numbers are drawn at once for several variables, at most.
@@ -56,7 +59,7 @@ def drawn(source, distribution, shapes):
 def _draw(source, distribution, shape):
     """One draw of this shape, in blocks where it is large; each of them is fresh."""
     size = math.prod(shape)
-    if size <= _AT_ONCE:
+    if size <= _AT_ONCE or source.on_host:
         return source.draw(distribution, shape)
     number = -(-size // _AT_ONCE)
 
@@ -68,18 +71,3 @@ def _draw(source, distribution, shape):
         lambda block, _: block < number, add, (0, draws), parallel_iterations=1
     )
     return tf.reshape(tf.reshape(draws.concat(), (-1,))[:size], shape)
-
-
-def sum_of_two(source, shape, radius):
-    """Σ r·cos v of two radii and angles, where cancelling leaves neither a 0 nor a grid.
-
-    Args:
-        source: of the words.
-        shape: of the draws.
-        radius: function of words that gives the radii r.
-    """
-    words = source.words(5, math.prod(shape))
-    cosines, _ = bits.circle(words[2:4], source.dtype)
-    total = tf.reduce_sum(radius(words[:2]) * cosines, axis=0)
-    # What is less than the two numbers' last digit is not in their sum: it is drawn.
-    return tf.reshape(total + 2.0**-53 * bits.rest(words[4], source.dtype), shape)

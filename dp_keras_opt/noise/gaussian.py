@@ -8,10 +8,11 @@ from typing import Any
 
 import dp_accounting
 import keras
+import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.noise import bits
-from dp_keras_opt.noise.distribution import Distribution, drawn, sum_of_two
+from dp_keras_opt.noise import bits, host
+from dp_keras_opt.noise.distribution import Distribution, drawn
 from dp_keras_opt.noise.mechanism import Mechanism
 from dp_keras_opt.noise.source import NoiseSource
 
@@ -63,19 +64,23 @@ def _normal_and_rest(source, shape):
     )
 
 
-def _secure_normal(source, shape):
+def _host_normal(words, size):
+    yield host.normals(words, size)
+    yield host.rest(words, size, np.float32)
+
+
+def _secure_normal(words, size):
     """Standard normals, float64: two by Box and Muller's method, added, over √2."""
-    return sum_of_two(source, shape, lambda words: tf.sqrt(bits.exponential(words, source.dtype)))
-
-
-def _secure_normal_and_rest(source, shape):
-    return _secure_normal(source, shape), bits.rest(source.words(*shape), source.dtype)
+    yield host.sum_of_two(words, size, lambda uniform: np.sqrt(host.exponential(uniform)))
+    yield host.rest(words, size, np.float64)
 
 
 #: Standard normals.
-NORMAL = Distribution(lambda source, shape: _normal_and_rest(source, shape)[0], _secure_normal)
+NORMAL = Distribution(
+    lambda source, shape: _normal_and_rest(source, shape)[0], _host_normal, _secure_normal
+)
 
 #: The same, and uniform draws in (−1, 1) of the same shape, for who adds normals up: near 0 a sum
 #: of normals is a multiple of their last digit. With the uniform draws in units of that digit it is
 #: as fine there as a normal.
-NORMAL_AND_REST = Distribution(_normal_and_rest, _secure_normal_and_rest)
+NORMAL_AND_REST = Distribution(_normal_and_rest, _host_normal, _secure_normal, 2)

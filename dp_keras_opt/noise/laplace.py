@@ -8,10 +8,11 @@ from typing import Any
 
 import dp_accounting
 import keras
+import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.noise import bits
-from dp_keras_opt.noise.distribution import Distribution, drawn, sum_of_two
+from dp_keras_opt.noise import bits, host
+from dp_keras_opt.noise.distribution import Distribution, drawn
 from dp_keras_opt.noise.mechanism import Mechanism
 from dp_keras_opt.noise.source import NoiseSource
 
@@ -58,14 +59,22 @@ def _laplace(source, shape):
     return tf.where(bits.bit(words, 0), exponential, -exponential)
 
 
-def _secure_laplace(source, shape):
+def _host_laplace(words, size):
+    drawn = words((size + 1) // 2).view(np.int32)[:size]
+    draws = host.exponential(host.numbers(drawn >> 1, words) * 2.0**-31)
+    signs = draws.view(np.int32)
+    signs ^= (~drawn & 1) << 31
+    yield draws
+
+
+def _secure_laplace(words, size):
     """Draws of scale 1, float64.
 
-    With an exponential e and a uniform angle v, e·cos v is half the difference of two squared
+    With an exponential e and a uniform angle v, e·sin v is half the difference of two squared
     normals; two such make a difference of two exponential draws.
     """
-    return sum_of_two(source, shape, lambda words: bits.exponential(words, source.dtype))
+    yield host.sum_of_two(words, size, host.exponential)
 
 
 #: Laplace draws of scale 1.
-LAPLACE = Distribution(_laplace, _secure_laplace)
+LAPLACE = Distribution(_laplace, _host_laplace, _secure_laplace)

@@ -6,8 +6,9 @@ good for simulations, but is not made against an adversary. Here
 
 - each draw is made of four uniform ones in double precision, so that there are too many ways to a
   number to try them all; it is added in double precision, and only the result is rounded;
-- the bits are those of ChaCha20 (RFC 8439, of the package `cryptography`), keyed by the operating
-  system.
+- the bits are those of AES-256 in counter mode (NIST SP 800-38A, of the package `cryptography`);
+  each block of them has a key of its own from the operating system, so that there is no state to
+  be copied, forked or used up.
 
 References: Mironov, "On significance of the least significant bits for differential privacy", CCS
 2012, doi:10.1145/2382196.2382264 (the attack); Holohan and Braghin, "Secure random sampling in
@@ -16,15 +17,13 @@ differential privacy", ESORICS 2021, arXiv:2107.10138 (the draws).
 
 import math
 import secrets
-import threading
 
 import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import workers
+from dp_keras_opt.noise import host
 from dp_keras_opt.noise.source import NoiseSource
-
-_REKEY = 2**38 - 2**32  # bytes: beyond 256 GB, the block counter of ChaCha20 would begin anew
 
 
 class SecureNoiseSource(NoiseSource):
@@ -38,7 +37,8 @@ class SecureNoiseSource(NoiseSource):
     """
 
     dtype = tf.float64
-    can_repeat = False  # ChaCha20 goes on and never back
+    can_repeat = False  # a key is used once and forgotten
+    on_host = True
 
     def __init__(self):
         try:
@@ -50,7 +50,6 @@ class SecureNoiseSource(NoiseSource):
             ) from error
         super().__init__()
         self._ciphers = ciphers
-        self._renew()
 
     def __reduce__(self):
         return SecureNoiseSource, ()
@@ -62,27 +61,17 @@ class SecureNoiseSource(NoiseSource):
                 "same numbers. Train within one process, or without secure_noise."
             )
 
-    def _renew(self):
-        self._lock, self._stream = threading.Lock(), None  # the lock may be held, for ever
-
-    def random_bytes(self, count):
-        """Bytes that are never given out twice; a fork of the process has a key of its own."""
-        self.renew_after_fork()
-        with self._lock:
-            if self._stream is None or self._left < count:
-                key, nonce = secrets.token_bytes(32), bytes(16)
-                algorithm = self._ciphers.algorithms.ChaCha20(key, nonce)
-                self._stream = self._ciphers.Cipher(algorithm, mode=None).encryptor()
-                self._left = _REKEY
-            self._left -= count
-            return self._stream.update(bytes(count))
+    def settle(self, strategy, compiled):
+        """Nothing: these draws are made by NumPy everywhere."""
 
     def words(self, *shape):
-        def given():
-            return np.frombuffer(self.random_bytes(8 * math.prod(shape)), np.int64).reshape(shape)
-
-        # Stateful: the graph may neither merge nor leave out nor repeat calls.
-        return tf.ensure_shape(tf.numpy_function(given, [], tf.int64, stateful=True), shape)
+        """Fresh random words, a NumPy array of int64, from a key that is used for nothing else."""
+        algorithms, modes = self._ciphers.algorithms, self._ciphers.modes
+        cipher = self._ciphers.Cipher(algorithms.AES(secrets.token_bytes(32)), modes.CTR(bytes(16)))
+        drawn = cipher.encryptor().update(bytes(8 * math.prod(shape)))
+        return np.frombuffer(drawn, np.int64).reshape(shape)
 
     def draw(self, distribution, shape):
-        return distribution.secure(self, shape)
+        """Fresh draws from a `Distribution`, float64, of the given static shape."""
+        number = distribution.number
+        return host.tensors(distribution.secure, shape, number, self.dtype, lambda _: self.words)

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import workers
-from dp_keras_opt.noise import entropy
+from dp_keras_opt.noise import entropy, host
 from dp_keras_opt.noise.memory import NoiseMemory
 
 
@@ -31,6 +31,8 @@ class NoiseSource:
     dtype = tf.float32
     #: Whether there is `draw_again`.
     can_repeat = True
+    #: Whether draws are made by NumPy: see `settle`.
+    on_host = False
 
     def __init__(self, seed=None):
         self.memory = NoiseMemory()
@@ -58,6 +60,15 @@ class NoiseSource:
             state = workers.of_chief(entropy.words(3).tobytes(), strategy)
             self._generator.reset(np.frombuffer(state, np.int64))
 
+    def settle(self, strategy, compiled):
+        """Has draws made by NumPy where that is faster: to be called when a step is traced.
+
+        It is on one core or two. Not in what XLA compiles, nor with a GPU, to which they would be
+        sent; nor by one of several workers, each of which must draw what the others draw.
+        """
+        alone = workers.place(strategy)[1] == 1 and not tf.config.list_physical_devices("GPU")
+        self.on_host = alone and host.cores() <= 2 and not compiled
+
     def renew_after_fork(self):
         """Draws a new state where the process is a fork of the one that the state was drawn in.
 
@@ -80,14 +91,20 @@ class NoiseSource:
 
     def draw(self, distribution, shape):
         """Fresh draws from a `Distribution`, of the given static shape."""
-        return distribution.ordinary(self, shape)
+        if not self.on_host:
+            return distribution.graph(self, shape)
+        key = [self.words(2)]
+        return host.tensors(
+            distribution.host, shape, distribution.number, self.dtype, host.philox, key
+        )
 
     def draw_again(self, distribution, shape, key):
         """Draws that follow from a key alone, two `words` of this source: twice the same.
 
-        The key is the noise, for who has it, and as secret. A key serves one draw.
+        The key is the noise, for who has it, and as secret. A key serves one draw. These are made
+        in the graph everywhere: what is drawn again may have been drawn by another program.
         """
-        return distribution.ordinary(_Keyed(key, self.dtype), shape)
+        return distribution.graph(_Keyed(key, self.dtype), shape)
 
 
 class _Keyed(NamedTuple):

@@ -148,6 +148,7 @@ def _privacy(model, report):
                 "adjacency": claim.adjacency,
                 "proven": not claim.is_heuristic,
                 "accountants": sorted(claim.accountants),
+                "risk": claim.risk.to_dict(),
             }
             for claim in found
         ],

@@ -76,12 +76,8 @@ class CheckedEngines:
         structure = (batch.x, batch.y, batch.sample_weight)
         synthetic = Batch(*tf.nest.pack_sequence_as(structure, form))
         with _announced(announce), _quantization_named(model):
-            engines = clipping.checked_engines(
-                model,
-                synthetic,
-                physical_rows or synthetic.num_rows,
-                per_example_loss=model.per_example_losses,
-            )
+            rows = physical_rows or synthetic.num_rows
+            engines = clipping.checked_engines(model, synthetic, rows)
         self._identity = Identity(model, self._objective, self.ignored)
         clipping.clip_groups(model, model.optimizer.query())  # names layers that exist
         loops = any(per_example.has_loops(layer) for layer in engines.general)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt import data, workers
-from dp_keras_opt._keras import train_validation_split
+from dp_keras_opt._keras import compiled_loss, train_validation_split
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.accounting.budget import Budget
@@ -63,7 +63,7 @@ def take(call: FitArguments, model: Any) -> Taken:
         is_chosen = optimizer.calibrated_for is None
         if isinstance(sampling, BallsInBins):
             with strategy.scope():  # this worker's part
-                _in_bins(call, sampling)
+                _in_bins(call, sampling, needs_targets=compiled_loss(model) is not None)
         elif not is_replicated:
             if is_chosen and sampling.period > 1:
                 _warn_of_shuffling()
@@ -184,16 +184,16 @@ def _sampling_of_arrays(call, optimizer):
     return shuffled
 
 
-def _in_bins(call, sampling):
+def _in_bins(call, sampling, needs_targets):
     """Puts balls in bins in the place of the arrays, with their weights.
 
     Raises:
         ValueError, TypeError: the arrays are not what can be sampled.
     """
-    if call.y is None:
+    if call.y is None and needs_targets:
         raise ValueError(
             "fit needs targets: the loss is taken of each example and its target. Without any, as "
-            "in an autoencoder, pass x as y, too."
+            "in an autoencoder, pass x as y, too; a dp_keras_opt.Objective needs none."
         )
     if call.class_weight is not None and call.sample_weight is not None:
         raise ValueError(

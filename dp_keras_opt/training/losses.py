@@ -71,7 +71,7 @@ def update_figures(model, batch, losses, y_pred):
                          if v.regularizer is not None)  # fmt: skip
     _keras.loss_tracker(model).update_state(losses + regularization, sample_weight=mask)
     compiled = _keras.compiled_loss(model)
-    if compiled.metrics:
+    if compiled is not None and compiled.metrics:
         _, parts = per_example_losses(compiled, batch.y, y_pred, batch.sample_weight)
         for metric, part in zip(compiled.metrics, parts, strict=True):
             metric.update_state(part, sample_weight=mask)

@@ -30,6 +30,7 @@ class StepState:
         block: the same, as the data say; or None.
         given: the (x, y, sample_weight) that `train_on_batch` was given, while it runs; or None.
         engines: which engine serves which layer.
+        is_coarse: whether the step allows for products in TF32; None before it is made.
         shows_progress: whether `fit` shows progress.
         observers: functions of (queries, released), called in every step.
         non_finite: a count of examples whose gradient was not finite; None before the first step.
@@ -38,6 +39,7 @@ class StepState:
     physical_batch_size: int | None = None
     block: int | None = None
     given: tuple[Any, ...] | None = None
+    is_coarse: bool | None = None
     shows_progress: bool = False
     engines: CheckedEngines = dataclasses.field(default_factory=CheckedEngines)
     observers: tuple[Any, ...] = ()
@@ -59,6 +61,7 @@ def train_step(model, sums_of_all):
     optimizer.prepare(model.trainable_variables)
     queries = optimizer.queries()
     sums, logs = sums_of_all(queries)
+    optimizer.noise_source.settle(model.distribute_strategy, model.jit_compile)
     released = noise.release(
         optimizer.releases,
         queries,
@@ -238,7 +241,8 @@ def _zeros(query, variables):
 
 def _row_size(batch):
     """How many numbers a row has, as far as they are known."""
-    sizes = ([size or 1 for size in leaf.shape[1:]] for leaf in tree.flatten((batch.x, batch.y)))
+    leaves = (leaf for leaf in tree.flatten((batch.x, batch.y)) if leaf is not None)
+    sizes = ([size or 1 for size in leaf.shape[1:]] for leaf in leaves)
     return sum(map(math.prod, sizes))
 
 
@@ -255,8 +259,7 @@ def _ratio_up(number, divisor):
 
 def _sums_of_chunk(model, state, batch, queries, engines):
     scale = FLOAT16_LOSS_SCALE if model.compute_dtype == "float16" else 1.0
-    loss = model.per_example_losses
-    result = clipping.clipped_sums(model, batch, queries, engines, scale, per_example_loss=loss)
+    result = clipping.clipped_sums(model, batch, queries, engines, scale)
     state.non_finite.assign_add(result.non_finite)
     losses.update_figures(model, batch, result.losses, result.y_pred)
     return result.sums

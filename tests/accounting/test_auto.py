@@ -140,7 +140,7 @@ def test_a_coarser_grid_keeps_the_order_of_profiles():
     fine = Sampling.poisson(1000, 1)
     found = [spent(first, segment(fine, steps), delta=1e-5) for steps in range(4)]
     assert found == sorted(found)
-    less, more = (ours(poisson(1.0, 0.001, count))._composed() for count in (1, 2))
+    less, more = (ours(poisson(1.0, 0.001, count)).composed() for count in (1, 2))
     epsilons = np.linspace(-0.01, 0.05, 61)
     for pmf in ("_pmf_remove", "_pmf_add"):
         low, high = (

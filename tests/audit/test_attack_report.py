@@ -160,6 +160,9 @@ def test_a_model_that_overfits_leaks_and_its_private_twin_does_not(halves, learn
     for found in safe.results:
         assert found.auc_interval[0] < 0.5 < found.auc_interval[1]
         assert found.rates[0].interval[0] < found.rates[0].false_positive_limit
+        # No attack on one example exceeds what the ledger allows all of them.
+        most = private.ledger.risk().true_positive_rate(found.rates[1].false_positive_limit)
+        assert found.rates[1].interval[0] < most
 
 
 def test_scores_are_those_of_keras(halves, learned):

@@ -491,6 +491,13 @@ def test_missing_clipping_is_caught_in_one_run(name):
     assert report.auc == 1.0
 
 
+def test_half_the_noise_refutes_the_claimed_mu_in_one_run():
+    with audits.half_the_noise():
+        report = audits.run("DPSGD", seed=0)
+    assert report.passed  # the bound on ε is not that strong
+    assert report.gaussian_mu > audits.ONE_RUN[0]
+
+
 @pytest.mark.representatives(1)
 @pytest.mark.parametrize("fault", ["half the noise", "one step without noise"])
 def test_missing_noise_is_caught_in_many_runs(fault):

@@ -413,8 +413,8 @@ EXAMPLES = tf.data.Dataset.from_tensor_slices((A, A))
     [
         (A, TypeError, r"`data` must be a tuple.*Received: ndarray"),
         ([A, A], TypeError, r"`data` must be a tuple.*Received: list"),
-        ((A,), TypeError, r"`data` must be a tuple.*1 elements.*use \(x, x\)"),
-        ((A, None), TypeError, r"`y` must be.*Received: NoneType"),
+        ((A,), TypeError, r"`data` must be a tuple.*1 elements.*\(x, None\).*\(x, x\)"),
+        ((None, A), TypeError, r"`x` must be.*Received: NoneType"),
         ((A, 3.0), TypeError, r"`y` must be.*Received: float"),
         (({"a": A, "b": 1}, A), TypeError, r"`x` must be.*Received: int"),
         ((np.array([[1], [1, 2]], object), A[:2]), TypeError, r"`x` must be a dense array"),

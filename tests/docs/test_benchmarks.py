@@ -3,6 +3,7 @@
 import csv
 import importlib
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +34,39 @@ def test_compares_this_library_with_keras_in_the_environment_at_hand(tmp_path):
     assert (tmp_path / "table.png").stat().st_size > 0
 
 
+def test_two_devices_are_timed_beside_one(tmp_path):
+    command = [sys.executable, BENCHMARKS / "compare.py", "--here", "--batch-size", "4", "--quick"]
+    command += ["--workloads", "mlp", "--output", tmp_path, "--contenders"]
+    names = ["dp_keras:dpsgd", "keras_plain:plain+two", "dp_keras:dpsgd+two"]
+    run = subprocess.run(command + names, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = _rows(tmp_path / "table.csv")
+    assert [row["contender"] for row in rows] == names
+    assert not any(row["error"] for row in rows), rows
+
+
+def test_without_a_gpu_nothing_is_installed(tmp_path):
+    if shutil.which("nvidia-smi"):
+        pytest.skip("There may be a GPU.")
+    command = [sys.executable, BENCHMARKS / "compare.py", "--device", "gpu", "--output"]
+    run = subprocess.run([*command, tmp_path / "out"], capture_output=True, text=True, check=False)
+    assert run.returncode == 2 and "lists no GPU" in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_dry_run_says_what_is_installed_and_run(device):
+    command = [sys.executable, BENCHMARKS / "compare.py", "--device", device, "--dry-run"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert ("tensorflow[and-cuda]==" in run.stdout) == ("jax[cuda12]==" in run.stdout)
+    assert ("tensorflow[and-cuda]==" in run.stdout) == (device == "gpu")
+    assert ("mlp, batch 256, gpu: dp_keras:dpsgd+two" in lines) == (device == "gpu")
+    assert f"cnn, batch 256, {device}: opacus:ghost" in lines
+    assert f"transformer, batch 32, {device}: jax_privacy:vectorized" in lines
+
+
 def test_trains_from_files(tmp_path):
     command = [sys.executable, BENCHMARKS / "data.py", "--quick", "--output", tmp_path]
     command += ["--workloads", "cnn", "--kinds", "memmap", "jpeg", "--memory", "memmap:0.05"]
@@ -60,11 +94,23 @@ def test_the_tables_of_data_on_disk_are_those_of_the_results(name, table, monkey
     assert f"<!-- {name} -->\n\n{expected}\n" in PAGE.read_text(encoding="utf-8")
 
 
-def test_the_table_of_buckets_is_that_of_the_results(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["buckets", "draw", "flops"])
+def test_the_plain_tables_are_those_of_the_results(name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    rows = _rows(PAGE.with_suffix("") / "buckets.csv")
-    expected = importlib.import_module("measurements").write_plain("buckets", rows, tmp_path)
-    assert f"<!-- buckets -->\n\n{expected}" in PAGE.read_text(encoding="utf-8")
+    rows = _rows(PAGE.with_suffix("") / f"{name}.csv")
+    expected = importlib.import_module("measurements").write_plain(name, rows, tmp_path)
+    assert f"<!-- {name} -->\n\n{expected}" in PAGE.read_text(encoding="utf-8")
+
+
+def test_times_the_routes_of_the_draw(tmp_path):
+    command = [sys.executable, BENCHMARKS / "draw.py", "--rounds", "1", "--sizes", "1000"]
+
+    run = subprocess.run([*command, "--output", tmp_path], capture_output=True, check=False)
+
+    assert run.returncode == 0, run.stderr
+    first, *others = _rows(tmp_path / "draw.csv")
+    assert first["1,000 draws"] == "1.00" and len(others) > 10
+    assert all(float(row["1,000 draws"]) >= 0 for row in others)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "networks", "small_batches"])

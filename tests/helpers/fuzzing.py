@@ -250,7 +250,7 @@ def _sampling(c):
     return dataclasses.replace(sampling, **users)
 
 
-def _released(c, last, value):
+def released(c, last, value):
     """Two steps; returns the queries and what is released in the second."""
     keras.utils.set_random_seed(c["seed"])
     model = _model(c)
@@ -313,14 +313,14 @@ def check(c):
     """
     c = _likely(c) if c.get("likely") else c
     try:
-        model, queries, whole = _released(c, "whole", 0.0)
+        model, queries, whole = released(c, "whole", 0.0)
     except REFUSALS as error:
         where = traceback.extract_tb(error.__traceback__)[-1].filename
         assert "dp_keras_opt" in where, f"Refused by {where}: {error!r}"
         assert len(str(error)) > 30, f"No reason is given: {error!r}"
         return str(error)
-    _, _, other = _released(c, "other", 0.0)
-    _, _, noisy = _released(c, "whole", 1.0)
+    _, _, other = released(c, "other", 0.0)
+    _, _, noisy = released(c, "whole", 1.0)
     segment = model.ledger.current
     assert segment.steps == 2 and len(segment.releases) == len(whole)
     for release, a, b, z in zip(segment.releases, whole, other, noisy, strict=True):

@@ -50,6 +50,9 @@ class FixedNoise:
     def renew_after_fork(self):
         """Nothing to renew."""
 
+    def settle(self, strategy, compiled):
+        """Nothing to settle: these are constants everywhere."""
+
     def flat(self, step, draw=0):
         """The draw of step `step` (from 0) as one float64 vector."""
         tables = self.tables[draw * len(SHAPES) : (draw + 1) * len(SHAPES)]

@@ -4,21 +4,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dp_keras_opt.noise import distribution
+from dp_keras_opt.noise import distribution, host
 from dp_keras_opt.noise.gaussian import NORMAL
 from dp_keras_opt.noise.secure import SecureNoiseSource
 from dp_keras_opt.noise.source import NoiseSource
+from tests.noise.test_near_zero import HostSource
 
 BLOCK = 2**12
 
 
 @pytest.mark.parametrize("compiled", [None, False, True], ids=["eager", "graph", "xla"])
-@pytest.mark.parametrize("make", [NoiseSource, SecureNoiseSource])
+@pytest.mark.parametrize("make", [NoiseSource, HostSource, SecureNoiseSource])
 def test_no_block_is_drawn_twice(make, compiled, monkeypatch):
     if make is SecureNoiseSource:
         pytest.importorskip("cryptography")
-        if compiled:
-            pytest.skip("secure noise is not compiled")
+    if make is not NoiseSource and compiled:
+        pytest.skip("what NumPy draws is not compiled")
+    monkeypatch.setattr(host, "_BLOCK", BLOCK)
     monkeypatch.setattr(distribution, "_AT_ONCE", BLOCK)
     source, shapes = make(), [(3, 5), (7, BLOCK, 1), (2 * BLOCK + 1,), (BLOCK,)]
 

@@ -1,6 +1,7 @@
 """Noise against attacks on floating-point numbers and on the generator."""
 
 import os
+import secrets
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from scipy import stats
 
 import dp_keras_opt as dp
 from dp_keras_opt import noise
-from dp_keras_opt.noise import secure
+from dp_keras_opt.noise import host, secure
 from dp_keras_opt.noise.gaussian import NORMAL
 from dp_keras_opt.noise.laplace import LAPLACE
 from dp_keras_opt.noise.release import _noisy
@@ -50,31 +51,35 @@ def test_distributions(distribution, norm):
     assert abs(np.corrcoef(*halves)[0, 1]) < 5 / np.sqrt(100_000)
 
 
-def test_the_bits_are_those_of_chacha20(monkeypatch):
+def test_the_bits_are_those_of_aes_in_counter_mode(monkeypatch):
     monkeypatch.setattr(secure.secrets, "token_bytes", lambda count: bytes(range(count)))
-    key = ciphers.algorithms.ChaCha20(bytes(range(32)), bytes(16))
-    expected = ciphers.Cipher(key, mode=None).encryptor().update(bytes(1000))
+    words = SecureNoiseSource().words(3, 5)
+    assert words.shape == (3, 5) and words.dtype == np.int64
+    block = ciphers.Cipher(ciphers.algorithms.AES(bytes(range(32))), ciphers.modes.ECB())
+    counters = b"".join(number.to_bytes(16, "big") for number in range(8))
+    assert words.tobytes() == block.encryptor().update(counters)[:120]
+
+
+def test_every_call_has_a_key_of_its_own(monkeypatch):
+    keys, drawn = [], secrets.token_bytes
+    monkeypatch.setattr(secure.secrets, "token_bytes", lambda n: keys.append(drawn(n)) or keys[-1])
     source = SecureNoiseSource()
-    assert source.random_bytes(300) + source.random_bytes(700) == expected
+    keys.clear()
+    monkeypatch.setattr(host, "_BLOCK", 2**10)
+    source.draw(NORMAL, (2**12,))
+    assert len(set(keys)) == len(keys) >= 4 and {len(key) for key in keys} == {32}
 
 
-def test_a_key_ends_before_its_stream_repeats(monkeypatch):
-    monkeypatch.setattr(secure, "_REKEY", 100)
+def test_a_fork_has_bits_of_its_own():
     source = SecureNoiseSource()
-    blocks = [source.random_bytes(60) for _ in range(5)]
-    assert len(set(blocks)) == 5
-
-
-def test_a_fork_has_a_key_of_its_own():
-    source = SecureNoiseSource()
-    source.random_bytes(8)
+    source.words(1)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writing, source.random_bytes(16))
+        os.write(writing, source.words(2).tobytes())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(reading, 16) != source.random_bytes(16)
+    assert os.read(reading, 16) != source.words(2).tobytes()
 
 
 def test_no_call_is_merged_left_out_or_repeated():

@@ -184,6 +184,38 @@ def buckets_are_those_of_one_device(strategy):
     np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
 
 
+def objectives_are_those_of_one_device(strategy):
+    """An objective of an intermediate, beside a loss that a layer adds; also in evaluation."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(tf.reduce_sum(inputs**2, axis=-1) / DIM)
+            return inputs
+
+    def objective(inputs, targets, outputs, intermediates):
+        hidden = intermediates["hidden"]
+        return tf.reduce_mean((targets - outputs) ** 2, -1) + tf.reduce_sum(tf.abs(hidden), -1)
+
+    rule = optimizer(dp.optimizers.DPAdam, 0.1, noise_multiplier=0.0, clip_norm=0.05)
+    weights, losses = [], []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            inputs = keras.Input((DIM,))
+            hidden = keras.layers.Dense(3, name="hidden")(Adds()(inputs))
+            model = dp.DPModel(inputs, keras.layers.Dense(1)(hidden))
+            model.set_weights(
+                [np.sin(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()]
+            )
+            loss = dp.Objective(objective, ["hidden"])
+            model.compile(rule(), loss, physical_batch_size=2, jit_compile=False)
+            batches = dp.data.fixed_order_epochs((X, Y), BATCH, order_seed=7)
+        model.fit(batches, verbose=0)
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+        losses.append(model.evaluate(X, Y, verbose=0))
+    np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
 def rows_without_a_mask_are_padded(strategy):
     """Four rows for three replicas: two are padding, which must count in nothing."""
     rule = optimizer(noise_multiplier=0.0, clip_norm=1e-3, batch_size=4)
@@ -372,6 +404,7 @@ MIRRORED = {
         public_rows_are_averaged_once,
         users_are_clipped_whole,
         buckets_are_those_of_one_device,
+        objectives_are_those_of_one_device,
         rows_without_a_mask_are_padded,
     ],
     4: [correlated_noise_has_its_scale],

@@ -67,6 +67,7 @@ def refused(message):
     return Expected(REFUSED, message=message)
 
 
+_SCALAR = "add_loss with a loss that depends on the data.* Add a vector .B,., one loss for each"
 _IN_THE_BATCH = "mixes the examples of a batch.* Let each example's output and loss depend on"
 
 #: The models by family.
@@ -123,10 +124,8 @@ _FAMILIES = {
     ],
     "Objectives": [
         (objectives.variational_autoencoder, trains()),
-        (
-            objectives.variational_autoencoder_by_add_loss,
-            refused("add_loss with a loss that depends on the data.* Put it into the loss"),
-        ),
+        (objectives.variational_autoencoder_by_add_loss, trains()),
+        (objectives.variational_autoencoder_by_scalar_add_loss, refused(_SCALAR)),
         (
             objectives.variational_autoencoder_by_train_step,
             refused("overrides `train_step`.* Express the objective as a per-example loss"),
@@ -175,8 +174,7 @@ def _rows():
         yield Row(family, f"hub_{name}_lora", build, expected, needs)
     yield Row(family, "hub_bert_with_head", hub.bert_with_head, trains(), needs)
     yield Row(family, "hub_gpt_oss", hub.gpt_oss, trains(RULE, ONE), needs)
-    added = "add_loss with a loss that depends on the data.* Put it into the loss"
-    yield Row(family, "hub_mixtral", hub.mixtral, refused(added), needs)
+    yield Row(family, "hub_mixtral", hub.mixtral, refused(_SCALAR), needs)
     for build in (hub.resnet, hub.segformer, hub.deeplab):
         yield Row(family, f"hub_{build.__name__}", build, fixed(), needs)
 

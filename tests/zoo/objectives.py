@@ -27,8 +27,12 @@ def _divergence(mean, log_variance):
 
 
 class AddDivergence(layers.Layer):
+    def __init__(self, reduced, **kwargs):
+        super().__init__(**kwargs)
+        self.reduced = reduced
+
     def call(self, inputs):
-        self.add_loss(ops.mean(_divergence(*inputs)))
+        self.add_loss(self.reduced(_divergence(*inputs)))
         return inputs[0]
 
 
@@ -52,11 +56,20 @@ def variational_autoencoder():
     return Example(keras.Model(inputs, outputs), x, y, loss)
 
 
-def variational_autoencoder_by_add_loss():
+def _with_divergence(reduced):
     inputs, parameters = _encoded()
-    mean = AddDivergence(name="divergence")(parameters)
+    mean = AddDivergence(reduced, name="divergence")(parameters)
     x = numbers(12)
     return Example(keras.Model(inputs, _decoded(Sample()([mean, parameters[1]]))), x, x)
+
+
+def variational_autoencoder_by_add_loss():
+    """A vector, one divergence for each example."""
+    return _with_divergence(lambda divergence: divergence[:, 0])
+
+
+def variational_autoencoder_by_scalar_add_loss():
+    return _with_divergence(ops.mean)
 
 
 def variational_autoencoder_by_train_step():

@@ -12,12 +12,13 @@ import tensorflow as tf
 
 from dp_keras_opt import deprecation
 from dp_keras_opt._keras import compiled_metrics, layers_of, own_trained, trained_in
-from dp_keras_opt.clipping import per_example, state_changes, validation
+from dp_keras_opt.clipping import per_example, state_changes, tensorflow_settings, validation
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.engines import Engines, engines_for
 from dp_keras_opt.clipping.layer_rules import goes_by_name, rule_for
 from dp_keras_opt.clipping.normalization import names
+from dp_keras_opt.clipping.objective import Objective, losses_and_outputs
 from dp_keras_opt.clipping.self_check.engine_check import wrong_variables
 from dp_keras_opt.clipping.self_check.independence import check_independence, is_random_in_inference
 from dp_keras_opt.clipping.self_check.lengths import check_lengths, require_length
@@ -40,6 +41,7 @@ _DRAWS = (
 
 
 @deprecation.renamed_arguments(rows="num_rows")
+@tensorflow_settings.without_tf32()  # it compares, and could not tell a mistake from such rounding
 def checked_engines(
     model: keras.Model,
     batch: Batch,
@@ -55,7 +57,7 @@ def checked_engines(
         num_rows: how many rows the model is run on at once in training, so that no more are needed
             here, but two; None where that is not known.
         per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,); by
-            default the compiled loss of a `DPModel`.
+            default the objective that the model was compiled with.
 
     Returns:
         Rules and layers of their own as far as these are right; where that fails, the whole model
@@ -67,11 +69,8 @@ def checked_engines(
     """
     validation.validate(model)
 
-    per_example_loss = per_example_loss or model.per_example_losses
-
     def forward(rows, training=True):
-        y_pred = model(rows.x, training=training)
-        return per_example_loss(rows.y, y_pred, rows.sample_weight)
+        return losses_and_outputs(model, rows, training, per_example_loss)[0]
 
     most = _MANY if num_rows is None else max(2, num_rows)
     few = min(_FEW, most)
@@ -81,6 +80,8 @@ def checked_engines(
     weights = [*model.trainable_variables, *assignments.other]
     before = state_changes.Snapshot(model, assignments, weights)
     passes, synthetic = Passes(model, forward, eager), Synthetic(batch, few)
+    if per_example_loss is None and isinstance(model.loss, Objective):
+        passes.objective = f"The objective '{model.loss.name}'"
     try:
         narrow, wide = _usable(model, passes, synthetic, before)
         is_random = passes.run(wide, before).is_random

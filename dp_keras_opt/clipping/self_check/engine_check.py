@@ -12,6 +12,7 @@ import tensorflow as tf
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.engines import Engines
+from dp_keras_opt.clipping.objective import losses_and_outputs
 from dp_keras_opt.clipping.self_check.passes import is_in_half_precision
 from dp_keras_opt.clipping.state_changes import Snapshot
 
@@ -20,7 +21,7 @@ _BLOCK = 2**20  # numbers that are compared at a time
 
 def wrong_variables(
     model: keras.Model,
-    per_example_loss: Callable[..., tf.Tensor],
+    per_example_loss: Callable[..., tf.Tensor] | None,
     engines: Engines,
     batches: Sequence[Batch],
     before: Snapshot,
@@ -30,7 +31,8 @@ def wrong_variables(
 
     Args:
         model: a built and compiled `DPModel`.
-        per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,).
+        per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,); None
+            for the objective that the model was compiled with.
         engines: which engine serves which layer.
         batches: two synthetic batches.
         before: the model's state at which each pass begins.
@@ -66,8 +68,7 @@ def _wrong_at(model, per_example_loss, engines, batch, before, is_random, scale,
         if not is_random:
             tapes.enter_context(tape)
             before.put_back()
-            y_pred = model(batch.x, training=True)
-            losses = per_example_loss(batch.y, y_pred, batch.sample_weight)
+            losses, _ = losses_and_outputs(model, batch, True, per_example_loss)
     wrong, any_gradient = [], False
     for row in np.eye(len(losses), dtype=np.float32):
         upstream = tf.cast(row * scale, losses.dtype)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.clipping.batch import Batch
+from dp_keras_opt.clipping.observed import NotPerExample
 from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN, Passes
 from dp_keras_opt.clipping.state_changes import Snapshot
 from dp_keras_opt.clipping.validation import MIXING
@@ -17,6 +18,11 @@ from dp_keras_opt.clipping.validation import MIXING
 _FIX = (
     "Let each example's output and loss depend on that example alone. (Random numbers that do not "
     "come from a keras.random.SeedGenerator of the layer look the same: the check runs twice.)"
+)
+_NEGATIVES = (
+    "Negatives of a contrastive loss must not come from the batch: take them from a public "
+    "catalogue, or draw them for each example, before batches are made: map= of a sampler of "
+    "dp_keras_opt.data."
 )
 
 
@@ -55,18 +61,20 @@ def check_independence(
         must_be_finite: whether the batches tell nothing where the losses are not finite.
 
     Raises:
-        ValueError: the outputs of a layer, or the losses, of other rows changed, or are others for
-            a row among its copies; or a layer adds a loss that depends on the data.
+        ValueError: the outputs of a layer, a loss that it adds, or the losses of other rows
+            changed, or are others for a row among its copies.
     """
     rows = keras.tree.flatten(batch.x)[0].shape[0]
     try:
         other = passes.run(changed, before)
+    except NotPerExample:
+        raise
     except DOES_NOT_RUN:
         return  # the model has no place for such values
     if must_be_finite and not np.isfinite(other.losses).all():
         return
     if other.losses.shape != (rows,):
-        _refuse("The loss", "Return one value per example, without the mean.")
+        _refuse(passes.objective, "Return one value per example, without the mean.")
     first = passes.run(batch, before)
     before_it, it, after_it = slice(row), slice(row, row + 1), slice(row + 1, None)
 
@@ -76,7 +84,8 @@ def check_independence(
         seen = passes.run(fewer, before).seen
         return place >= len(seen) or seen[place][1].shape[:1] == (rows - 1,)
 
-    _compare(first, other, [(before_it, before_it), (after_it, after_it)], has_rows)
+    others = [(before_it, before_it), (after_it, after_it)]
+    _compare(passes.objective, first, other, others, has_rows)
     if alone_in is not None:
         training = alone_in == "training"
         if not training:
@@ -85,16 +94,10 @@ def check_independence(
             lambda t: None if t is None else np.repeat(t[it], copies, axis=0), batch
         )
         alone = passes.run(copied, before, training)
-        _compare(first, alone, [(it, slice(1))], other_kernels=True)
-    if passes.added:
-        raise ValueError(
-            f"Layer '{passes.added[0]}' calls add_loss with a loss that depends on the data, which "
-            "cannot be split into the examples' own losses. Put it into the loss function. If it "
-            "balances experts over the batch, leave it out: layer.add_loss = lambda loss: None."
-        )
+        _compare(passes.objective, first, alone, [(it, slice(1))], other_kernels=True)
 
 
-def _compare(first, second, places, has_rows=lambda place: True, other_kernels=False):
+def _compare(objective, first, second, places, has_rows=lambda place: True, other_kernels=False):
     """Compares rows of one pass with rows of another: (which of these, which of those).
 
     Layers of whose tensor, by its place, `has_rows` is False are not compared.
@@ -114,7 +117,7 @@ def _compare(first, second, places, has_rows=lambda place: True, other_kernels=F
         if alike and not same(one, other) and has_rows(place):
             _refuse(f"Layer '{name}' (or an operation just before it)")
     if not same(first.losses, second.losses):
-        _refuse("The loss")
+        _refuse(objective, f"{_FIX} {_NEGATIVES}")
 
 
 def _refuse(what, fix=_FIX):

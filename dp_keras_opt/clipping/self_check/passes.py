@@ -11,9 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt._keras import adds_losses, layers_of, method_of_call, patched, trained_in
+from dp_keras_opt._keras import added_losses, layers_of, method_of_call, patched, trained_in
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.graphs import current_graph
+from dp_keras_opt.clipping.observed import NotPerExample
 from dp_keras_opt.clipping.per_example import children, runs_loop
 from dp_keras_opt.clipping.state_changes import Snapshot, seeds
 
@@ -34,7 +35,8 @@ class Pass(NamedTuple):
 
     Attributes:
         losses: (B,).
-        seen: (name of a layer, an argument or a result of its call), each tensor once.
+        seen: (name of a layer, an argument or a result of its call, or a loss that it added), each
+            tensor once.
         is_random: whether it moved a generator of random numbers on. Having one says nothing;
             recurrent layers have one without any dropout.
     """
@@ -48,7 +50,7 @@ class Passes:
     """Forward passes of one model, compiled once for each number of rows.
 
     Attributes:
-        added: names of layers that added a loss in some pass.
+        objective: what messages call the loss.
     """
 
     def __init__(self, model: keras.Model, forward: Callable[..., tf.Tensor], eager: bool) -> None:
@@ -58,7 +60,7 @@ class Passes:
             forward: function (batch, training) that returns the losses (B,).
             eager: whether the model will run eagerly, so that it need not compile.
         """
-        self._model, self._forward, self.added = model, forward, []
+        self._model, self._forward, self.objective = model, forward, "The loss"
         self._run = self._traced if eager else tf.function(self._traced, autograph=False)
         self._slope = self._gradients if eager else tf.function(self._gradients, autograph=False)
 
@@ -95,6 +97,8 @@ class Passes:
                 losses, *_ = self.losses_and_gradients(batch, before)
             else:
                 losses = self.run(batch, before).losses
+        except NotPerExample:
+            raise
         except DOES_NOT_RUN as error:
             return f"{type(error).__name__}: {error}"
         return None if np.isfinite(losses).all() else "its loss is not finite"
@@ -107,8 +111,9 @@ class Passes:
                 seeing = _seen(layer.name, getattr(layer, method), seen, current_graph())
                 patches.enter_context(patched(layer, method, seeing))
             losses = self._forward(Batch(*batch), training)
-        found = [layer.name for layer in layers_of(self._model) if adds_losses(layer)]
-        self.added = list(dict.fromkeys([*self.added, *found]))  # this is not run in every pass
+        for layer in layers_of(self._model):
+            for loss in added_losses(layer):
+                seen[id(loss)] = layer.name, loss
         return losses, [{name: tensor} for name, tensor in seen.values()]
 
     def _gradients(self, batch, training):
