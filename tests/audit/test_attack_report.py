@@ -299,6 +299,28 @@ def test_strings_as_inputs_several_outputs_and_sequences():
     assert report.results[0].auc == 0.5
 
 
+def test_the_loss_of_an_objective_without_targets():
+    def far(inputs, targets, outputs, intermediates):
+        return tf.reduce_sum((inputs - outputs) ** 2, axis=1) + intermediates["code"][:, 0]
+
+    inputs = keras.Input((4,))
+    code = keras.layers.Dense(2, name="code")(inputs)
+    model = dp.DPModel(inputs, keras.layers.Dense(4)(code))
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=5)
+    model.compile(optimizer, dp.Objective(far, intermediates=["code"]))
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+    report = audit.attack_report(
+        model, (x[:5], None), (x[5:], None), false_positive_rates=(0.2,), batch_size=3
+    )
+    expected = [
+        ((row - model(row[None])[0]) ** 2).numpy().sum() + model.get_layer("code")(row[None])[0, 0]
+        for row in x[5:]
+    ]
+    # One of five may lie above: the threshold is that of the second smallest loss.
+    threshold = report.results[0].rates[0].threshold
+    assert threshold == pytest.approx(-float(np.sort(expected)[1]), rel=1e-4)
+
+
 def test_confidence_of_classifiers():
     p = np.array([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
     expected = [math.log(0.2 / 0.8), math.log(0.8 / 0.2)]
