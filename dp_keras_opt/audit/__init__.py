@@ -10,6 +10,7 @@ who sees what the training releases guesses the coins. Guesses that are right mo
 from dp_keras_opt.audit.attack_report import AttackReport, AttackResult, Rate, attack_report
 from dp_keras_opt.audit.bounds import (
     many_run_bound,
+    many_run_excess,
     many_run_mu_bound,
     membership_auc,
     one_run_bound,
@@ -46,6 +47,7 @@ __all__ = [
     "inclusion_estimates",
     "likelihood_ratio",
     "many_run_bound",
+    "many_run_excess",
     "many_run_mu_bound",
     "matched_filter",
     "membership_auc",

@@ -1,6 +1,7 @@
 """What right and wrong guesses of a secret prove about ε."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +112,27 @@ def many_run_mu_bound(
     fpr, fnr = _error_rates(false_positives, without, false_negatives, with_, confidence)
     with np.errstate(invalid="ignore"):  # an error rate that may be 1 proves nothing
         return np.nan_to_num(np.maximum(-special.ndtri(fpr) - special.ndtri(fnr), 0.0))
+
+
+def many_run_excess(
+    false_positives: int,
+    without: int,
+    false_negatives: int,
+    with_: int,
+    true_positive_rate: Callable[[float], float],
+    confidence: float = 0.95,
+) -> float:
+    """How far such a test lies above a bound on true-positive rates, at least: above 0 refutes it.
+
+    Args:
+        true_positive_rate: what bounds it at a false-positive rate, whichever of the two kinds of
+            runs is called positive, such as that of a `Risk`.
+
+    See `many_run_bound` for the others.
+    """
+    fpr, fnr = _error_rates(false_positives, without, false_negatives, with_, confidence)
+    rates = ((float(fpr), float(fnr)), (float(fnr), float(fpr)))
+    return max(1 - missed - true_positive_rate(false) for false, missed in rates)
 
 
 def _error_rates(false_positives, without, false_negatives, with_, confidence):

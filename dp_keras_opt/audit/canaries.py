@@ -15,6 +15,7 @@ from keras import tree
 from dp_keras_opt.accounting import Ledger
 from dp_keras_opt.audit.bounds import (
     many_run_bound,
+    many_run_excess,
     many_run_mu_bound,
     membership_auc,
     one_run_bound,
@@ -58,6 +59,8 @@ class AuditReport:
         method: in words.
         gaussian_mu: the lower bound on μ, by f-DP for one run (`gaussian_mu_bound`), by the errors
             of the test for many (`many_run_mu_bound`).
+        excess: of many runs, how far the test lies above what the ledger's `risk` lets any attack
+            reach, at least (`many_run_excess`): above 0 refutes the ledger. None of one run.
     """
 
     lower_bound: float
@@ -69,11 +72,17 @@ class AuditReport:
     auc: float
     method: str
     gaussian_mu: float
+    excess: float | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the claim was not refuted. The bound on μ does not count: it refutes no ε."""
-        return self.lower_bound <= self.epsilon
+        return self.lower_bound <= self.epsilon and not self.is_above_risk
+
+    @property
+    def is_above_risk(self) -> bool:
+        """Whether the attack did better than the ledger lets any do."""
+        return self.excess is not None and self.excess > 0
 
     @property
     def gaussian_epsilon(self) -> float:
@@ -84,13 +93,15 @@ class AuditReport:
         mu = f"μ ≥ {self.gaussian_mu:.3f}"
         if self.delta:
             mu += f" and ε ≥ {self.gaussian_epsilon:.3f}"
-        verdict = "does not refute" if self.passed else "REFUTES"
+        verdict = "does not refute" if self.lower_bound <= self.epsilon else "REFUTES"
         return (
             f"ε ≥ {self.lower_bound:.3f} at δ = {self.delta:g} with confidence "
             f"{self.confidence:g}, which {verdict} the claimed ε = {self.epsilon:.3f}. "
             f"{self.correct} of {self.guesses} guesses were right, AUC {self.auc:.3f} "
             f"({self.method}). If its trade-off curve is Gaussian, {mu}; of other "
             "curves this proves no ε."
+            + " The attack lies ABOVE what the ledger lets any reach."
+            * self.is_above_risk
         )
 
 
@@ -363,7 +374,7 @@ def canary_audit(
     if runs == 1:
         found = _one_run(train, guesses, delta, confidence, rng)
     else:
-        found = _many_runs(train, runs, delta, confidence)
+        found = _many_runs(train, runs, delta, confidence, accountant)
     with warnings.catch_warnings():  # that delta is not below 1/n: the claim is to hold at any
         warnings.simplefilter("ignore")
         epsilon = train.ledger.epsilon(delta, accountant)
@@ -406,7 +417,7 @@ def _sides(part, m):
     return top, bottom
 
 
-def _many_runs(train, runs, delta, confidence):
+def _many_runs(train, runs, delta, confidence, accountant):
     runs_of_kind = [[train(np.array([there])) for _ in range(runs)] for there in (False, True)]
     without, with_ = np.stack(runs_of_kind)[..., 0].transpose(0, 2, 1)  # (scores, runs) each
     few = runs // 4
@@ -430,9 +441,11 @@ def _many_runs(train, runs, delta, confidence):
     _, score, threshold = best
     false_positives, false_negatives = errors(score, threshold, second)
     counts = false_positives, rest, false_negatives, rest
+    risk = train.ledger.risk(accountant)
     return {
         "lower_bound": float(many_run_bound(*counts, delta, confidence)),
         "gaussian_mu": float(many_run_mu_bound(*counts, confidence)),
+        "excess": many_run_excess(*counts, risk.true_positive_rate, confidence),
         "guesses": 2 * rest,
         "correct": int(2 * rest - false_positives - false_negatives),
         "auc": membership_auc(with_[score], without[score]),

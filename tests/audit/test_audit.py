@@ -502,4 +502,11 @@ def test_half_the_noise_refutes_the_claimed_mu_in_one_run():
 @pytest.mark.parametrize("fault", ["half the noise", "one step without noise"])
 def test_missing_noise_is_caught_in_many_runs(fault):
     with audits.SABOTAGE[fault]():
-        assert not audits.run("DPSGD", runs=300, seed=0, confidence=0.95).passed
+        report = audits.run("DPSGD", runs=300, seed=0, confidence=0.95)
+    assert not report.passed and report.is_above_risk and "ABOVE" in str(report)
+
+
+@pytest.mark.parametrize("name", ["DPSGD", "DPAdam, Poisson batches"])
+def test_many_runs_of_an_honest_optimizer_lie_below_its_risk(name):
+    report = audits.run(name, runs=100, seed=0)
+    assert report.passed and -1 <= report.excess <= 0 and not report.is_above_risk

@@ -168,3 +168,13 @@ def test_what_is_no_trade_off_is_refused():
             audit.gaussian_mu_bound(*counts)
     with pytest.raises(ValueError, match="Each ε"):
         audit.trade_off_of([-1.0], [0.1])
+
+
+def test_the_excess_over_a_curve_in_both_directions():
+    fpr, fnr = (stats.beta.ppf(0.975, errors + 1, 40 - errors) for errors in (4, 10))
+    found = audit.many_run_excess(4, 40, 10, 40, lambda rate: 2 * rate)
+    assert found == pytest.approx(max(1 - fnr - 2 * fpr, 1 - fpr - 2 * fnr), rel=1e-9)
+    assert audit.many_run_excess(0, 10**6, 0, 10**6, lambda rate: 0.3) == pytest.approx(
+        0.7, abs=1e-4
+    )
+    assert audit.many_run_excess(20, 40, 20, 40, lambda rate: rate) < 0

@@ -346,6 +346,7 @@ def main():
                 f"{kind}: bound": round(report.lower_bound, 3),
                 f"{kind}: bound on μ": round(report.gaussian_mu, 3),
                 f"{kind}: AUC": round(report.auc, 3),
+                f"{kind}: above risk": "" if report.excess is None else round(report.excess, 3),
             }
         caught = not all(report.passed for report in reports)
         row["refuted"] = "yes" if caught else "no"
