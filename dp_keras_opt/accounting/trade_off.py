@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import stats
 
 #: So many lines are taken from a loss distribution.
 _LINES = 2049
@@ -49,15 +49,10 @@ class TradeOff(NamedTuple):
         return np.minimum(1.0, self.slopes[least] * rates + self.intercepts[least])
 
     def most_with_ratio(self, ratio):
-        """A bound on the true-positive rate of a test of at most this share of false ones in it."""
-
-        def excess(rate):
-            return float(self(rate * ratio)) - rate
-
-        if excess(1.0) >= 0:
-            return 1.0
-        # The curve is concave and begins above 0: it meets the diagonal once.
-        return min(1.0, float(optimize.brentq(excess, 0.0, 1.0, xtol=1e-12)) + 1e-12)
+        """The largest τ ≤ T(τ·ratio): of each line, what solves τ = slope·τ·ratio + intercept."""
+        rise = self.slopes * ratio
+        limits = self.intercepts[rise < 1] / (1 - rise[rise < 1])
+        return float(min(1.0, limits.min(initial=1.0)))
 
     def gaussian_mu(self, floor):
         """The least μ whose Gaussian curve is above this one, where both errors exceed floor."""

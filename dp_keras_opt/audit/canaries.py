@@ -374,7 +374,7 @@ def canary_audit(
     if runs == 1:
         found = _one_run(train, guesses, delta, confidence, rng)
     else:
-        found = _many_runs(train, runs, delta, confidence, accountant)
+        found = _many_runs(train, runs, delta, confidence, lambda: train.ledger.risk(accountant))
     with warnings.catch_warnings():  # that delta is not below 1/n: the claim is to hold at any
         warnings.simplefilter("ignore")
         epsilon = train.ledger.epsilon(delta, accountant)
@@ -417,7 +417,7 @@ def _sides(part, m):
     return top, bottom
 
 
-def _many_runs(train, runs, delta, confidence, accountant):
+def _many_runs(train, runs, delta, confidence, risk=None):
     runs_of_kind = [[train(np.array([there])) for _ in range(runs)] for there in (False, True)]
     without, with_ = np.stack(runs_of_kind)[..., 0].transpose(0, 2, 1)  # (scores, runs) each
     few = runs // 4
@@ -441,11 +441,10 @@ def _many_runs(train, runs, delta, confidence, accountant):
     _, score, threshold = best
     false_positives, false_negatives = errors(score, threshold, second)
     counts = false_positives, rest, false_negatives, rest
-    risk = train.ledger.risk(accountant)
     return {
         "lower_bound": float(many_run_bound(*counts, delta, confidence)),
         "gaussian_mu": float(many_run_mu_bound(*counts, confidence)),
-        "excess": many_run_excess(*counts, risk.true_positive_rate, confidence),
+        "excess": risk and many_run_excess(*counts, risk().true_positive_rate, confidence),
         "guesses": 2 * rest,
         "correct": int(2 * rest - false_positives - false_negatives),
         "auc": membership_auc(with_[score], without[score]),

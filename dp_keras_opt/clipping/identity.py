@@ -17,7 +17,8 @@ class Identity:
 
     These are the layers, their types of numbers and their attributes as far as these are plain
     values or functions, and the objective. Objects count as the same only if they are one, and are
-    held weakly.
+    held weakly. What somebody else has written may do something else when it is traced again, and
+    is not the same as anything: not even as itself.
     """
 
     def __init__(
@@ -49,10 +50,21 @@ class Identity:
 def _held(value):
     if isinstance(value, _PLAIN):
         return value
+    if not is_of_libraries(value):
+        return object()  # the same as nothing
     try:
         return weakref.ref(value)
     except TypeError:
         return object()  # the same as nothing
+
+
+def is_of_libraries(value: Any) -> bool:
+    """Whether what runs is code of Keras, KerasHub or this library alone."""
+    home = getattr(value, "__module__", None) or type(value).__module__
+    # Of a Keras loss or metric that calls a function; of an objective.
+    inner = getattr(value, "fn", None) or getattr(value, "function", None)
+    libraries = ("keras", "keras_hub", "tensorflow", "dp_keras_opt", "builtins")
+    return home.partition(".")[0] in libraries and (inner is None or is_of_libraries(inner))
 
 
 def _same(one, other):

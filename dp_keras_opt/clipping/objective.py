@@ -154,21 +154,37 @@ def losses_and_outputs(
     Raises:
         NotPerExample: there is no loss of each example's own.
     """
-    objective = model.loss if per_example_loss is None else None
-    objective = objective if isinstance(objective, Objective) else None
+    y_pred, intermediates = outputs_and_intermediates(model, batch, training, per_example_loss)
+    # Before the objective, which may call layers of the model: they forget what they have added.
+    added = added_to(model, batch.num_rows)
+    if added and per_example_loss is None and model.loss is None and compiled_loss(model) is None:
+        losses = tf.zeros_like(added[0], keras.config.floatx())
+    else:
+        losses = losses_of(model, batch, y_pred, intermediates, per_example_loss)
+    return sum((tf.cast(loss, losses.dtype) for loss in added), losses), y_pred
+
+
+def outputs_and_intermediates(model, batch, training=True, per_example_loss=None):
+    """What a model gives for a batch: its outputs, and those of layers that its objective names."""
+    objective = _objective(model, per_example_loss)
     names = () if objective is None else objective.intermediates
     with observing(model, names) as seen:
         y_pred = model(batch.x, training=training)
-    # Before the objective, which may call layers of the model: they forget what they have added.
-    added = added_to(model, batch.num_rows)
+    return y_pred, by_name(names, seen, batch.num_rows)
+
+
+def losses_of(model, batch, outputs, intermediates, per_example_loss=None):
+    """The losses (B,) of what a model has given, without those that layers add."""
+    objective = _objective(model, per_example_loss)
     if objective is not None:
-        losses = objective.losses(batch, y_pred, by_name(names, seen, batch.num_rows))
-    elif added and per_example_loss is None and compiled_loss(model) is None:
-        losses = tf.zeros_like(added[0], keras.config.floatx())
-    else:
-        loss = per_example_loss or model.per_example_losses
-        losses = loss(batch.y, y_pred, batch.sample_weight)
-    return sum((tf.cast(loss, losses.dtype) for loss in added), losses), y_pred
+        return objective.losses(batch, outputs, intermediates)
+    loss = per_example_loss or model.per_example_losses
+    return loss(batch.y, outputs, batch.sample_weight)
+
+
+def _objective(model, per_example_loss):
+    is_one = per_example_loss is None and isinstance(model.loss, Objective)
+    return model.loss if is_one else None
 
 
 def _in_floatx(tensor):

@@ -9,7 +9,7 @@ eagerly, Python inside of a graph) is noticed by its effect, after each executio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -58,6 +58,7 @@ class Assignments(NamedTuple):
         hidden: variables of layers that other code may change, where it does not.
         moving: variables, metrics apart, that every pass moves on, such as seeds and counters.
         other: numbers, besides weights that are trained or frozen, that the pass may depend on.
+        counters: single numbers that it reads and does not train, such as a count of steps.
     """
 
     changed: list
@@ -65,6 +66,7 @@ class Assignments(NamedTuple):
     hidden: list
     moving: list
     other: list
+    counters: Sequence = ()
 
 
 def check_assignments(
@@ -123,7 +125,10 @@ def check_assignments(
     moved = [v for v in (*model.variables, *others) if shown.intersection(map(id, _handles(v)))]
     moving = {id(v): v for v in (*seeds(model), *moved)}  # an engine may move more seeds on
     numbers = [*_numbers(model), *(v for v in others if v.dtype.is_floating)]
-    return Assignments(changed, complete, hidden, list(moving.values()), numbers)
+    fixed = free | {id(h) for v in model.trainable_variables for h in _handles(v)}
+    counters = [v for v in graph.variables if v.shape.rank == 0 and id(v.handle) not in fixed]
+    counters = [v for v in counters if v.dtype.is_integer or v.dtype.is_floating]
+    return Assignments(changed, complete, hidden, list(moving.values()), numbers, counters)
 
 
 def _refuse(name, operation):

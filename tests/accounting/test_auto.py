@@ -255,10 +255,10 @@ def test_it_is_the_smaller_of_both(make_optimizer):
 def test_the_clothes_need_less_noise(monkeypatch):
     """n = 53,460, B = 256, 160 steps, ε = 1, δ = 1e-6: σ = 1.072 by RDP."""
     evaluations = []
-    composed = LossDistributionAccountant._composed
+    composed = LossDistributionAccountant.composed
     monkeypatch.setattr(
         LossDistributionAccountant,
-        "_composed",
+        "composed",
         lambda self: evaluations.append(1) or composed(self),
     )
     optimizer = optimizers.DPSGD(clip_norm=1.0, batch_size=256)

@@ -297,3 +297,15 @@ def test_the_picture_shows_the_curve_and_guessing():
     np.testing.assert_allclose(*guessing.get_data())
     with pytest.raises(ValueError, match="nothing to draw"):
         dp.plots.trade_off({})
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 5.0])
+def test_a_posterior_of_pure_privacy(epsilon):
+    """Whose curve begins at 0. Randomised response makes members certain up to e^ε/(1 + e^ε)."""
+    limit = math.exp(epsilon) / (1 + math.exp(epsilon))
+    planned = ledger(1 / epsilon, noise="laplace")
+    for risk in (of_guarantee(epsilon, 0.0), planned.risk("pure"), planned.risk("rdp")):
+        assert risk.probability_of_posterior(limit - 1e-6, 0.5) >= limit - 1e-3
+        assert risk.probability_of_posterior((1 + limit) / 2, 0.5) < 1e-6
+    by_losses = planned.risk().probability_of_posterior(limit - 1e-3, 0.5)
+    assert by_losses <= planned.risk("pure").probability_of_posterior(limit - 1e-3, 0.5) + 1e-6

@@ -809,3 +809,148 @@ def test_slight_mixing_is_seen_beside_rounding(share):
     hidden = layers.Dense(1, use_bias=False)(inputs)
     outputs = layers.Lambda(lambda t: t + share * ops.mean(t, axis=0, keepdims=True))(hidden)
     _check(_compiled(dp.DPModel(inputs, outputs)), _form(3000), words="mixes the examples")
+
+
+# What depends on a row's place, on time, or shows in gradients only.
+
+
+def _regression():
+    inputs = keras.Input((4,))
+    return dp.DPModel(inputs, layers.Dense(1)(layers.Dense(3, "tanh")(inputs)))
+
+
+class _Sampling(layers.Layer):
+    """Draws random numbers in inference, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + 1e-3 * keras.random.normal(ops.shape(x), seed=self.seed)
+
+
+def _sampled():
+    inputs = keras.Input((4,))
+    return dp.DPModel(inputs, layers.Dense(1)(_Sampling()(layers.Dense(3)(inputs))))
+
+
+def _squares(targets, outputs):
+    return ops.mean(ops.square(targets - outputs), axis=-1)
+
+
+def _by_place(inputs, targets, outputs, intermediates):
+    """Each row has the next of three public negatives: without a row, the others have others."""
+    negatives = ops.convert_to_tensor([[-1.0], [0.0], [1.0]])
+    mine = ops.take(negatives, ops.arange(ops.shape(outputs)[0]) % 3, axis=0)
+    return ops.relu(20 - _squares(mine, outputs))
+
+
+def _in_turns(inputs, targets, outputs, intermediates):
+    signs = 1 - 2 * ops.cast(ops.arange(ops.shape(outputs)[0]) % 2, "float32")
+    return signs * _squares(targets, outputs)
+
+
+def _pairs_of_even_batches(inputs, targets, outputs, intermediates):
+    losses, count = _squares(targets, outputs), outputs.shape[0]
+    if count is None or count % 2:
+        return losses
+    return losses * ops.reshape(ops.flip(ops.reshape(losses, (-1, 2)), 1), (-1,))
+
+
+def _by_number(inputs, targets, outputs, intermediates):
+    return _squares(targets, outputs) * ops.cast(ops.shape(outputs)[0], "float32")
+
+
+def _gradient_alone(inputs, targets, outputs, intermediates):
+    """The value is that of the row; a gradient is weighted by what the others are."""
+    losses = _squares(targets, outputs)
+    ones = ops.exp(losses - ops.stop_gradient(losses))
+    return ops.stop_gradient(losses) * ones + (1 - ones) * ops.stop_gradient(ops.mean(losses))
+
+
+@pytest.mark.parametrize("open_rows", [True, False])
+@pytest.mark.parametrize("make", [_regression, _sampled])
+@pytest.mark.parametrize(
+    "objective",
+    [_by_place, _in_turns, _pairs_of_even_batches, _by_number, _gradient_alone],
+)
+def test_an_objective_that_depends_on_more_than_its_row(objective, make, open_rows):
+    if objective is _pairs_of_even_batches and (open_rows or make is _sampled):
+        pytest.skip("where rows are open, it is of each row; a pair is seen in the same pass")
+    model = _compiled(make(), dp.Objective(objective))
+    rows = None if open_rows else 32
+    batch = Batch(tf.TensorSpec([rows, 4]), tf.TensorSpec([rows, 1]))
+    with pytest.raises(ValueError, match=f"objective '{objective.__name__}'.* mixes"):
+        checked_engines(model, batch)
+
+
+@pytest.mark.parametrize("make", [_regression, _sampled])
+def test_an_objective_of_each_row_passes(make):
+    def sound(inputs, targets, outputs, intermediates):
+        return _squares(targets, outputs) + 0.1 * ops.sum(ops.abs(inputs), axis=-1)
+
+    _check(_compiled(make(), dp.Objective(sound)), _form(4))
+
+
+@pytest.mark.parametrize("dtype, begins", [("int64", 50), ("int32", 5000), ("float32", 1000)])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_what_begins_after_many_steps(dtype, begins, mixes):
+    steps = tf.Variable(0, dtype=dtype, trainable=False)
+
+    def warmed_up(inputs, targets, outputs, intermediates):
+        losses = _squares(targets, outputs)
+        share = tf.clip_by_value((tf.cast(steps, "float32") - begins) / 100, 0, 1)
+        return losses + share * (ops.square(losses - ops.mean(losses)) if mixes else losses)
+
+    model = _compiled(_regression(), dp.Objective(warmed_up))
+    _check(model, _form(4), words="'warmed_up' mixes" if mixes else None)
+    assert steps.numpy() == 0
+
+
+def test_what_follows_the_count_of_the_optimizers_steps():
+    model = _regression()
+
+    def warmed_up(inputs, targets, outputs, intermediates):
+        losses = _squares(targets, outputs)
+        share = ops.minimum(1.0, ops.cast(model.optimizer.iterations, "float32") / 1000)
+        return losses + share * ops.square(losses - ops.mean(losses))
+
+    _check(_compiled(model, dp.Objective(warmed_up)), _form(4), words="'warmed_up' mixes")
+
+
+class _Phases:
+    """Mixes in its second phase."""
+
+    __name__ = "phases"
+
+    def __init__(self):
+        self.second = False
+
+    def __call__(self, inputs, targets, outputs, intermediates):
+        losses = _squares(targets, outputs)
+        return losses + ops.square(losses - ops.mean(losses)) if self.second else losses
+
+
+class _PhasesOfALayer(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.state = {"second": False}
+
+    def call(self, x):
+        return _centred(x) if self.state["second"] else x
+
+
+@pytest.mark.parametrize("what", ["objective", "layer"])
+def test_code_of_others_is_checked_anew_when_it_is_compiled_again(what):
+    phases, layer = _Phases(), _PhasesOfALayer()
+    inputs = keras.Input((4,))
+    hidden = layer(layers.Dense(3)(inputs)) if what == "layer" else layers.Dense(3)(inputs)
+    model = dp.DPModel(inputs, layers.Dense(1)(hidden))
+    loss = dp.Objective(phases) if what == "objective" else "mse"
+    x, y = np.random.default_rng(0).normal(size=(40, 4)).astype("float32"), np.ones((40, 1))
+    train = dp.data.poisson_batches((x, y), B, steps_per_epoch=1)
+    _compiled(model, loss).fit(train, verbose=0)
+    phases.second = layer.state["second"] = True
+    with pytest.raises(ValueError, match="mixes"):
+        _compiled(model, loss).fit(train, verbose=0)

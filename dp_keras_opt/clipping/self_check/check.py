@@ -16,17 +16,32 @@ from dp_keras_opt.clipping import per_example, state_changes, tensorflow_setting
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.engines import Engines, engines_for
+from dp_keras_opt.clipping.identity import is_of_libraries
 from dp_keras_opt.clipping.layer_rules import goes_by_name, rule_for
 from dp_keras_opt.clipping.normalization import names
-from dp_keras_opt.clipping.objective import Objective, losses_and_outputs
+from dp_keras_opt.clipping.objective import (
+    Objective,
+    losses_and_outputs,
+    losses_of,
+    outputs_and_intermediates,
+)
 from dp_keras_opt.clipping.self_check.engine_check import wrong_variables
-from dp_keras_opt.clipping.self_check.independence import check_independence, is_random_in_inference
+from dp_keras_opt.clipping.self_check.independence import (
+    check_independence,
+    check_independent_gradients,
+    check_loss_alone,
+    is_random_in_inference,
+)
 from dp_keras_opt.clipping.self_check.lengths import check_lengths, require_length
-from dp_keras_opt.clipping.self_check.passes import Passes, with_tapes
+from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN, Passes, with_tapes
 from dp_keras_opt.clipping.self_check.synthetic import Synthetic
 
-#: Rows of a small and of a larger batch; unlikely as sizes of anything else in a model.
-_FEW, _MANY = 3, 17
+#: Rows of a small and of a larger batch, odd and even; unlikely as sizes of anything else in a
+#: model. The larger one can be cut into pairs, triples and so on, as code that mixes may do.
+_FEW, _MANY = 3, 18
+
+#: Where counters of steps are put to see what begins late.
+_STEPS = 10**6
 
 #: (rows, magnitude of floats, whether the changed row is an outlier, style of floats) of the
 #: independence check.
@@ -78,7 +93,7 @@ def checked_engines(
     eager = model.run_eagerly or tf.config.functions_run_eagerly()
     assignments = with_tapes(state_changes.check_assignments, model, forward, batch, eager)
     weights = [*model.trainable_variables, *assignments.other]
-    before = state_changes.Snapshot(model, assignments, weights)
+    before = state_changes.Snapshot(model, assignments, [*weights, *assignments.counters])
     passes, synthetic = Passes(model, forward, eager), Synthetic(batch, few)
     if per_example_loss is None and isinstance(model.loss, Objective):
         passes.objective = f"The objective '{model.loss.name}'"
@@ -88,6 +103,13 @@ def checked_engines(
         away = _elsewhere(model, assignments, weights, before, lambda at: passes.why_not(wide, at))
         _check_lengths(model, passes, synthetic, wide, (before, away), is_random)
         _check_rows(passes, synthetic, batch, wide, (before, away), is_random, most)
+        if not all(map(is_of_libraries, (*layers_of(model), *keras.tree.flatten(model.loss)))):
+            _check_gradients(passes, synthetic, (before, away))
+        if is_random:
+            _check_loss(model, per_example_loss, passes, wide, before)
+        late = _later(model, assignments)
+        if late is not None and passes.why_not(wide, late) is None:
+            _check_rows(passes, synthetic, batch, wide, (late, late), is_random, most)
         del away  # as large as the model
         engines = engines_for(model, bool(synthetic.open_leaves))
         engines = _right_engines(
@@ -161,6 +183,18 @@ def _elsewhere(model, assignments, weights, before, why_not):
     return before
 
 
+def _later(model, assignments):
+    """The state when counters have come far: what waits for so many steps begins then.
+
+    Only they are in it; all else stays as the pass before has left it. None without counters.
+    """
+    if not assignments.counters:
+        return None
+    for counter in assignments.counters:
+        counter.assign(tf.cast(min(_STEPS, counter.dtype.max // 2), counter.dtype))
+    return state_changes.Snapshot(model, assignments, assignments.counters)
+
+
 def _check_lengths(model, passes, synthetic, wide, states, is_random):
     """Whether rows change with the length of their batch, where the data leaves it open."""
     if not synthetic.open_leaves:
@@ -188,17 +222,47 @@ def _check_rows(passes, synthetic, form, wide, states, is_random, most):
     if is_random:
         in_both = is_random_in_inference(passes, wide, states[0])
         alone_in = None if in_both else "inference"
-    # Of numbers for which there is a trace, unless the data may have single rows.
+    # Of numbers for which there is a trace; and of one, where the data may have single rows.
     is_open = any(leaf is not None and leaf.shape[0] is None for leaf in tf.nest.flatten(form))
     few = min(_FEW, most)
     for number, (rows, magnitude, outlier, style) in enumerate(_DRAWS):
         rows = min(rows, most)
-        copies = 1 if is_open or few == most else few if rows == most else most
+        others = [few if rows == most else most] if few < most else []
+        copies = [*others, 1] if is_open or not others else others
         for row, at in zip((0, rows - 1), states, strict=True):
             drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style)
             at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both
             check_independence(passes, *drawn, row, at, alone_in, copies, style == "missing")
     states[0].shift = 0
+
+
+def _check_loss(model, per_example_loss, passes, batch, before):
+    """Whether a loss is of its row alone, where the model itself gives others each time."""
+    if per_example_loss is None and model.loss is None:
+        return  # there is what layers add, and no more
+    before.put_back()
+    rows = Batch(*tf.nest.map_structure(_tensor, (batch.x, batch.y, batch.sample_weight)))
+    try:
+        given = rows, *outputs_and_intermediates(model, rows, True, per_example_loss)
+    except DOES_NOT_RUN:
+        return  # outside of a graph
+
+    def losses(of_rows):
+        return np.asarray(losses_of(model, *of_rows, per_example_loss))
+
+    check_loss_alone(losses, given, (1, 2, 4), passes.objective)
+
+
+def _tensor(values):
+    return None if values is None else tf.convert_to_tensor(values)
+
+
+def _check_gradients(passes, synthetic, states):
+    """Whether the gradients of other rows change with a row, whose losses may not show it."""
+    random = np.random.default_rng(3)
+    for row, at in zip((0, synthetic.rows - 1), states, strict=True):
+        drawn = synthetic.pair(random, synthetic.rows, row)
+        check_independent_gradients(passes, *drawn, row, at)
 
 
 def _right_engines(model, per_example_loss, engines, batches, before, is_random):

@@ -5,13 +5,17 @@ A test and not a proof: mixing that no synthetic batch provokes is not seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt._keras import mask_of, set_mask
 from dp_keras_opt.clipping.batch import Batch
 from dp_keras_opt.clipping.observed import NotPerExample
-from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN, Passes
+from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN, Passes, is_in_half_precision
 from dp_keras_opt.clipping.state_changes import Snapshot
 from dp_keras_opt.clipping.validation import MIXING
 
@@ -35,7 +39,9 @@ def is_random_in_inference(passes: Passes, batch: Batch, before: Snapshot) -> bo
     before.shift += 1
     other = passes.run(batch, before, training=False)
     before.shift -= 1
-    return not _equal(one.losses, other.losses)
+    seen = zip(one.seen, other.seen, strict=False)
+    same = all(_equal(of_one, of_other) for (_, of_one), (_, of_other) in seen)
+    return not (same and _equal(one.losses, other.losses))
 
 
 def check_independence(
@@ -45,7 +51,7 @@ def check_independence(
     row: int,
     before: Snapshot,
     alone_in: str | None,
-    copies: int,
+    copies: Sequence[int],
     must_be_finite: bool = False,
 ) -> None:
     """Runs a model on batches that differ in one row, and on copies of this row, and compares.
@@ -57,7 +63,7 @@ def check_independence(
         before: the model's state at which each pass begins.
         alone_in: the mode, "training" or "inference", in which copies of a row have no other random
             numbers than the batch; None where they have in both.
-        copies: how many; another number than that of the rows, which may matter by itself.
+        copies: how many; other numbers than that of the rows, which may matter by itself.
         must_be_finite: whether the batches tell nothing where the losses are not finite.
 
     Raises:
@@ -80,7 +86,7 @@ def check_independence(
 
     def has_rows(place):
         """Whether what a layer gives has a row for each, and not as many of something else."""
-        fewer = tf.nest.map_structure(lambda t: None if t is None else t[1:], batch)
+        fewer = _each(lambda t: t[1:], batch)
         seen = passes.run(fewer, before).seen
         return place >= len(seen) or seen[place][1].shape[:1] == (rows - 1,)
 
@@ -90,11 +96,75 @@ def check_independence(
         training = alone_in == "training"
         if not training:
             first = passes.run(batch, before, training)
-        copied = tf.nest.map_structure(
-            lambda t: None if t is None else np.repeat(t[it], copies, axis=0), batch
-        )
-        alone = passes.run(copied, before, training)
-        _compare(passes.objective, first, alone, [(it, slice(1))], other_kernels=True)
+        for number in copies:
+            copied = _each(lambda t, n=number: np.repeat(t[it], n, axis=0), batch)
+            alone = passes.run(copied, before, training)
+            each = [(it, slice(place, place + 1)) for place in range(number)]  # at every place
+            _compare(passes.objective, first, alone, each, other_kernels=True)
+
+
+def check_loss_alone(
+    losses: Callable[[Any], np.ndarray], given: Any, copies: Sequence[int], objective: str
+) -> None:
+    """Compares the loss of rows with the loss of copies of them, of what the model gave once.
+
+    For models that draw random numbers whatever the mode, so that they cannot be run twice.
+
+    Args:
+        losses: function of what the model was given and gave, a structure of tensors, of one row
+            for each example, that returns the losses (B,).
+        given: that structure.
+        copies: how many.
+        objective: what messages call the loss.
+
+    Raises:
+        ValueError: a loss is another among copies.
+    """
+    first = losses(given)
+    for row in (0, len(first) - 1):
+        for number in copies:
+            alone = losses(_each(lambda t, i=row, n=number: _copies(t, i, n), given))
+            expected = np.repeat(first[row : row + 1], number, axis=0)
+            if not _equal(expected, alone, 1e-5 * _usual(first)):
+                _refuse(objective, f"{_FIX} {_NEGATIVES}")
+
+
+def _copies(tensor, row, number):
+    """A tensor of copies of one row, with its mask."""
+    copied = tf.repeat(tensor[row : row + 1], number, axis=0)
+    if mask_of(tensor) is not None:
+        set_mask(copied, _copies(mask_of(tensor), row, number))
+    return copied
+
+
+def check_independent_gradients(
+    passes: Passes, batch: Batch, changed: Batch, row: int, before: Snapshot
+) -> None:
+    """Compares the gradients of the other rows' losses, in batches that differ in one row.
+
+    A loss may have the same value whatever the others are, and not the same gradient, as where it
+    is multiplied by what is 1 in value alone.
+
+    Raises:
+        ValueError: they are not the same.
+    """
+    try:
+        pair = [passes.losses_and_gradients(each, before, without=row) for each in (batch, changed)]
+    except NotPerExample:
+        raise
+    except DOES_NOT_RUN:
+        return
+    tolerance = 0.05 if is_in_half_precision(passes.model) else 1e-3
+    for one, other in zip(pair[0][1:], pair[1][1:], strict=True):
+        largest = np.abs(one).max(initial=0.0)
+        if not np.isfinite([largest, np.abs(other).max(initial=0.0)]).all():
+            return  # such values tell nothing
+        if np.abs(one - other).max(initial=0.0) > tolerance * largest + 1e-5:
+            _refuse(f"{passes.objective}, in its gradient,", f"{_FIX} {_NEGATIVES}")
+
+
+def _each(function, batch):
+    return tf.nest.map_structure(lambda t: None if t is None else function(t), batch)
 
 
 def _compare(objective, first, second, places, has_rows=lambda place: True, other_kernels=False):

@@ -60,16 +60,16 @@ class Passes:
             forward: function (batch, training) that returns the losses (B,).
             eager: whether the model will run eagerly, so that it need not compile.
         """
-        self._model, self._forward, self.objective = model, forward, "The loss"
+        self.model, self._forward, self.objective = model, forward, "The loss"
         self._run = self._traced if eager else tf.function(self._traced, autograph=False)
         self._slope = self._gradients if eager else tf.function(self._gradients, autograph=False)
 
     def run(self, batch: Batch, before: Snapshot, training: bool = True) -> Pass:
         """One pass, which begins at a given state of the model."""
         before.put_back()
-        states = list(map(keras.ops.convert_to_numpy, seeds(self._model)))
+        states = list(map(keras.ops.convert_to_numpy, seeds(self.model)))
         losses, seen = self._run(_parts(batch), training)
-        now = map(keras.ops.convert_to_numpy, seeds(self._model))
+        now = map(keras.ops.convert_to_numpy, seeds(self.model))
         return Pass(
             np.asarray(losses),
             [(name, np.asarray(tensor)) for one in seen for name, tensor in one.items()],
@@ -77,11 +77,14 @@ class Passes:
         )
 
     def losses_and_gradients(
-        self, batch: Batch, before: Snapshot, training: bool = True
+        self, batch: Batch, before: Snapshot, training: bool = True, without: int = -1
     ) -> list[np.ndarray]:
-        """The losses (B,), and the gradients of a sum of them that weighs each differently."""
+        """The losses (B,), and the gradients of a sum of them that weighs each differently.
+
+        `without`: the place of a row whose loss is left out of the sum.
+        """
         before.put_back()
-        tensors = with_tapes(self._slope, _parts(batch), training)
+        tensors = with_tapes(self._slope, _parts(batch), training, tf.constant(without))
         return [np.asarray(tensor).astype(np.float64) for tensor in tensors]
 
     def why_not(self, batch: Batch, before: Snapshot, with_gradients: bool = False) -> str | None:
@@ -106,22 +109,23 @@ class Passes:
     def _traced(self, batch, training):
         seen = {}  # by the tensor's id: what a layer gives is what the next one takes
         with contextlib.ExitStack() as patches:
-            for layer in dict.fromkeys(_watched(self._model)):
+            for layer in dict.fromkeys(_watched(self.model)):
                 method = method_of_call(layer)
                 seeing = _seen(layer.name, getattr(layer, method), seen, current_graph())
                 patches.enter_context(patched(layer, method, seeing))
             losses = self._forward(Batch(*batch), training)
-        for layer in layers_of(self._model):
+        for layer in layers_of(self.model):
             for loss in added_losses(layer):
                 seen[id(loss)] = layer.name, loss
         return losses, [{name: tensor} for name, tensor in seen.values()]
 
-    def _gradients(self, batch, training):
+    def _gradients(self, batch, training, without):
         with tf.GradientTape() as tape:
             losses = self._forward(Batch(*batch), training)
-            weights = tf.cast(tf.range(tf.shape(losses)[0]) + 1, losses.dtype)
+            rows = tf.range(tf.shape(losses)[0])
+            weights = tf.cast(tf.where(rows == without, 0, rows + 1), losses.dtype)
             total = tf.reduce_sum(losses * weights)
-        gradients = tape.gradient(total, [v.value for v in self._model.trainable_variables])
+        gradients = tape.gradient(total, [v.value for v in self.model.trainable_variables])
         return [tf.convert_to_tensor(t) for t in (losses, *gradients) if t is not None]
 
 
