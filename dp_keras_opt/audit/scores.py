@@ -12,6 +12,7 @@ from keras import tree
 
 from dp_keras_opt import _keras, clipping
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.clipping.batch import map_leaves
 from dp_keras_opt.data import Batches
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.training.losses import per_example_losses
@@ -154,7 +155,7 @@ def batches(examples: Examples, batch_size: int = 256) -> Iterator[tuple[Any, An
                 f"{counts}."
             )
         found: Iterable[Any] = (
-            tree.map_structure(lambda a, s=s: None if a is None else a[s : s + batch_size], rows)
+            map_leaves(lambda a, s=s: a[s : s + batch_size], rows)
             for s in range(0, counts[0], batch_size)
         )
     elif isinstance(examples, Batches):
@@ -169,7 +170,7 @@ def batches(examples: Examples, batch_size: int = 256) -> Iterator[tuple[Any, An
     nothing = True
     for batch in found:
         nothing = False
-        yield tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
+        yield map_leaves(tf.convert_to_tensor, batch)
     if nothing:
         raise ValueError("There are no examples: the iterable gave no batch.")
 

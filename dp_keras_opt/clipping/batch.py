@@ -44,3 +44,8 @@ class Batch(NamedTuple):
 def valid_rows(batch: Batch, losses: tf.Tensor) -> tf.Tensor:
     """Which rows are private and no padding, boolean (B,), for losses (B,)."""
     return tf.fill(tf.shape(losses), True) if batch.mask is None else tf.reshape(batch.mask, [-1])
+
+
+def map_leaves(function: Any, structure: Any) -> Any:
+    """`function` of every leaf of a structure that is not None."""
+    return tf.nest.map_structure(lambda t: None if t is None else function(t), structure)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dp_keras_opt import deprecation
 from dp_keras_opt.clipping import precision, tensorflow_settings
-from dp_keras_opt.clipping.batch import Batch, valid_rows
+from dp_keras_opt.clipping.batch import Batch, map_leaves, valid_rows
 from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.engines import Engines, engines_for
 from dp_keras_opt.clipping.factors import zeroing
@@ -80,7 +80,7 @@ def clipped_sums(
     differential privacy", CCS 2016, doi:10.1145/2976749.2978318, arXiv:1607.00133, Algorithm 1.
     """
     tensorflow_settings.check()
-    batch = Batch(*tf.nest.map_structure(_tensor, tuple(batch)))
+    batch = Batch(*map_leaves(tf.convert_to_tensor, tuple(batch)))
     losses, y_pred, gradients = per_example_gradients(
         model, batch, per_example_loss, engines or engines_for(model), loss_scale
     )
@@ -192,7 +192,3 @@ def clip_factor(norm, bound, query):
     if query.normalize:
         return bound / (norm + query.gamma)
     return tf.minimum(1.0, bound / norm)
-
-
-def _tensor(value):
-    return None if value is None else tf.convert_to_tensor(value)

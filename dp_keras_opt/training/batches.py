@@ -5,6 +5,7 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt.clipping import Batch
+from dp_keras_opt.clipping.batch import map_leaves
 from dp_keras_opt.data import Blocks, RowInfo, buckets
 
 
@@ -78,11 +79,6 @@ def common_form(form, other):
 def by_row(mask, dtype=None):
     """A mask (rows,) or (users, K) as (rows,); None stays."""
     return None if mask is None else tf.cast(tf.reshape(mask, [-1]), dtype or mask.dtype)
-
-
-def map_leaves(function, structure):
-    """`function` of every leaf of a structure that is not None."""
-    return tree.map_structure(lambda t: None if t is None else function(t), structure)
 
 
 def chunks_of(batch, size):

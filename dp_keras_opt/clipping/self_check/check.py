@@ -13,7 +13,7 @@ import tensorflow as tf
 from dp_keras_opt import deprecation
 from dp_keras_opt._keras import compiled_metrics, layers_of, own_trained, trained_in
 from dp_keras_opt.clipping import per_example, state_changes, tensorflow_settings, validation
-from dp_keras_opt.clipping.batch import Batch
+from dp_keras_opt.clipping.batch import Batch, map_leaves
 from dp_keras_opt.clipping.book_keeping import CallFailed
 from dp_keras_opt.clipping.engines import Engines, engines_for
 from dp_keras_opt.clipping.identity import is_of_libraries
@@ -241,7 +241,7 @@ def _check_loss(model, per_example_loss, passes, batch, before):
     if per_example_loss is None and model.loss is None:
         return  # there is what layers add, and no more
     before.put_back()
-    rows = Batch(*tf.nest.map_structure(_tensor, (batch.x, batch.y, batch.sample_weight)))
+    rows = Batch(*map_leaves(tf.convert_to_tensor, (batch.x, batch.y, batch.sample_weight)))
     try:
         given = rows, *outputs_and_intermediates(model, rows, True, per_example_loss)
     except DOES_NOT_RUN:
@@ -251,10 +251,6 @@ def _check_loss(model, per_example_loss, passes, batch, before):
         return np.asarray(losses_of(model, *of_rows, per_example_loss))
 
     check_loss_alone(losses, given, (1, 2, 4), passes.objective)
-
-
-def _tensor(values):
-    return None if values is None else tf.convert_to_tensor(values)
 
 
 def _check_gradients(passes, synthetic, states):

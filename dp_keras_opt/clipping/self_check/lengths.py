@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from dp_keras_opt.clipping.batch import Batch
-from dp_keras_opt.clipping.self_check.passes import is_in_half_precision
+from dp_keras_opt.clipping.self_check.passes import agree
 from dp_keras_opt.clipping.self_check.synthetic import Synthetic
 
 _FIX = (
@@ -56,15 +56,13 @@ def check_lengths(
     if not synthetic.open_leaves:
         return
     names = ", ".join(synthetic.open_leaves)
-    tolerance = 0.05 if is_in_half_precision(model) else 1e-3
     before, compared = slope(batch), False
     for longer in synthetic.longer(batch):
         if why_not(longer) is not None:
             continue
         compared = True
         for old, new in zip(before, slope(longer), strict=True):
-            largest = np.abs(old).max(initial=0.0)
-            if not np.abs(old - new).max(initial=0.0) <= tolerance * largest + 1e-5:
+            if not agree(old, new, model):
                 raise ValueError(
                     f"The data leaves sizes of {names} open, and an example's loss or gradient "
                     "changes when its batch gets longer. Where a batch is padded to its longest "

@@ -134,6 +134,13 @@ def is_in_half_precision(model: keras.Model) -> bool:
     return any(layer.compute_dtype in ("float16", "bfloat16") for layer in layers_of(model))
 
 
+def agree(one: np.ndarray, other: np.ndarray, model: keras.Model) -> bool:
+    """Whether losses or gradients are equal up to the rounding of sums in another order."""
+    tolerance = 0.05 if is_in_half_precision(model) else 1e-3
+    largest = np.abs(one).max(initial=0.0)
+    return bool(np.abs(one - other).max(initial=0.0) <= tolerance * largest + 1e-5)
+
+
 def with_tapes(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function in a thread of its own.
 
