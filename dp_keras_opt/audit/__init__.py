@@ -24,14 +24,14 @@ from dp_keras_opt.audit.canaries import (
     matched_filter,
 )
 from dp_keras_opt.audit.exposure import exposure
-from dp_keras_opt.audit.scores import sequence_losses
-from dp_keras_opt.audit.trade_off import (
+from dp_keras_opt.audit.f_dp import (
     gaussian_epsilon,
     gaussian_mu_bound,
     gaussian_trade_off,
     trade_off_of,
     trade_off_p_value,
 )
+from dp_keras_opt.audit.scores import sequence_losses
 
 __all__ = [
     "AttackReport",

@@ -20,7 +20,7 @@ from dp_keras_opt.audit.bounds import (
     membership_auc,
     one_run_bound,
 )
-from dp_keras_opt.audit.trade_off import gaussian_epsilon, gaussian_mu_bound
+from dp_keras_opt.audit.f_dp import gaussian_epsilon, gaussian_mu_bound
 from dp_keras_opt.clipping import Batch, clip_groups, losses_and_outputs
 from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.clipped_sum import clip_factor, norms_by_group

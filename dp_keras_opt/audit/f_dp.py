@@ -10,6 +10,8 @@ import numpy.typing as npt
 from scipy import optimize
 from scipy.special import ndtr, ndtri
 
+from dp_keras_opt.accounting.trade_off import of_pairs
+
 #: From a false-positive rate to the least false-negative rate that any attack has there.
 TradeOff: TypeAlias = Callable[[float], float]
 
@@ -116,13 +118,8 @@ def trade_off_of(epsilons: npt.ArrayLike, deltas: npt.ArrayLike) -> TradeOff:
     epsilons, deltas = np.asarray(epsilons, np.float64), np.asarray(deltas, np.float64)
     if not (np.all(epsilons >= 0) and np.all((deltas >= 0) & (deltas <= 1))):
         raise ValueError("Each ε must be at least 0, and each δ from 0 to 1.")
-    says = np.isfinite(epsilons)
-    steep, rest = np.exp(epsilons[says]), 1 - deltas[says]
-
-    def trade_off(x):
-        return float(max(0.0, np.max([rest - steep * x, (rest - x) / steep], initial=0.0)))
-
-    return trade_off
+    highest = of_pairs(zip(epsilons, deltas, strict=True))
+    return lambda x: 1 - float(highest(x))
 
 
 def _least_total(m, r, v, trade_off, probability):
