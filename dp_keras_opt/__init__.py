@@ -21,6 +21,7 @@ from dp_keras_opt import (
     plots,
     replicas,
     serving,
+    statistics,
     theory,
     tuning,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "plots",
     "replicas",
     "serving",
+    "statistics",
     "theory",
     "tuning",
 ]

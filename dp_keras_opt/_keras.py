@@ -9,7 +9,7 @@ have it. Not listed are hooks that Keras documents for subclasses, such as `buil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -97,6 +97,7 @@ ATTRIBUTES = (
         "GroupNormalization", "_create_broadcast_shape", "3.0",
         "to lay weights of each example along the groups",
     ),
+    Private("TextVectorization", "_preprocess", "3.0", "to count the words that it looks up"),
     Private("Layer", "_trainable", "3.0", "to leave it out where models are compared"),
     Private("Layer", "_tracker", "3.0", "to exchange a part of a layer that is built"),
     Private("Variable", "_value", "3.0", "the resource of TensorFlow behind a variable"),
@@ -158,6 +159,11 @@ def layers_of(
 ) -> list[Any]:
     """A layer and all layers in it, each once; without `recursive` those that it holds itself."""
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
+
+
+def words_of(layer: keras.layers.Layer) -> Callable[[Any], Any] | None:
+    """The function by which a layer makes words of strings; None where it takes words."""
+    return getattr(layer, "_preprocess", None)
 
 
 def exchange_part(owner: keras.layers.Layer, old: Any, new: Any) -> None:

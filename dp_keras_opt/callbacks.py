@@ -12,6 +12,7 @@ import tensorflow as tf
 from dp_keras_opt import clipping, workers
 from dp_keras_opt.accounting.accountant import composable, epsilon_of
 from dp_keras_opt.accounting.budget import Budget
+from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.deprecation import renamed_attribute
 from dp_keras_opt.model import DPModel
@@ -97,16 +98,20 @@ class PrivacyReport(keras.callbacks.Callback):
         logs.update(self._shown)
 
     def _spent(self):
-        """For the logs: `epsilon`; one for each unit and adjacency where they do not compose."""
-        segments = [segment for segment in self.model.ledger.segments if segment.steps]
-        groups = composable(segments)
-        if len(groups) < 2:
-            return {"epsilon": self.epsilon}
-        names = (
-            f"epsilon_{group[0].sampling.unit}_{group[0].sampling.adjacency}" for group in groups
-        )
-        values = (epsilon_of(group, self.delta, self.accountant) for group in groups)
-        return dict(zip(names, values, strict=True))
+        """For the logs: `epsilon`; one for each unit and adjacency where they do not compose.
+
+        And one for each data set beside that of the training.
+        """
+        ledger, found = self.model.ledger, {}
+        groups = composable(segment for segment in ledger.segments if segment.steps)
+        trained = sum(group[0].data_set == TRAINING for group in groups)
+        for group in groups:
+            sampling, data_set = group[0].sampling, group[0].data_set
+            name = "epsilon" if data_set == TRAINING else f"epsilon_{data_set}"
+            if trained > 1 and data_set == TRAINING:
+                name += f"_{sampling.unit}_{sampling.adjacency}"
+            found[name] = epsilon_of(group, self.delta, self.accountant)
+        return found if trained else found | {"epsilon": 0.0}
 
     @property
     def epsilon(self) -> float:

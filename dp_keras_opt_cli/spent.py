@@ -62,7 +62,7 @@ def _ledger(spent):
 
 def _stated(arguments, spent):
     options, found = (arguments.delta, arguments.accountant), _ledger(spent)
-    segments = [segment for segment in found.segments if segment.steps]
+    segments = [segment for segment in found.of_data_set() if segment.steps]
     one = len(dp.accounting.accountant.composable(segments)) < 2
     data = {  # of steps that do not compose, the statement has a guarantee each
         "epsilon": found.epsilon(*options) if one else None,

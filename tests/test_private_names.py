@@ -30,6 +30,7 @@ def owners():
     return {
         "Layer": dropout,
         "GroupNormalization": keras.layers.GroupNormalization(1),
+        "TextVectorization": keras.layers.TextVectorization(),
         "Model": model,
         "Optimizer": model.optimizer,
         "CompileLoss": model._compile_loss,

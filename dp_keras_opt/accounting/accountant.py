@@ -349,11 +349,11 @@ def composable(segments):
     """The segments in groups that each compose to one guarantee, in the order in which they began.
 
     Returns:
-        A list of lists of segments of one privacy unit and one adjacency.
+        A list of lists of segments of one data set, one privacy unit and one adjacency.
     """
     groups = {}
     for segment in segments:
-        key = segment.sampling.unit, segment.sampling.adjacency
+        key = segment.data_set, segment.sampling.unit, segment.sampling.adjacency
         groups.setdefault(key, []).append(segment)
     return list(groups.values())
 
@@ -371,3 +371,9 @@ def check_composable(segments):
                 f"guarantee: {why}. Train all of them with the same {name}, or read the "
                 "statement, which lists them apart."
             )
+    data_sets = sorted({segment.data_set for segment in segments})
+    if len(data_sets) > 1:
+        raise ValueError(
+            f"Releases of the data sets {' and '.join(map(repr, data_sets))} do not add up: no "
+            "unit is in two of them. Ask for one, or read the statement, which lists them apart."
+        )

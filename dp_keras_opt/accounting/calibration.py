@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from scipy import optimize
@@ -88,7 +89,7 @@ def calibrate(
             f"epsilon={epsilon} cannot be met: the optimizer releases a statistic without noise, "
             "whatever its noise_multiplier. Choose another second_moment."
         )
-    past = [each for each in spent.segments if each.steps] if spent else []
+    past = [each for each in spent.of_data_set() if each.steps] if spent else []
     trainings = _Trainings(optimizer, sampling, steps, num_trainings, selection)
     dataclasses.replace(trainings.segment(1.0), steps=0).check_end(steps)
     check_delta(delta, [trainings.segment(1.0)], accountant)
@@ -198,6 +199,18 @@ def _search(spent, epsilon, start, tolerance):
     if low == high:
         return math.exp(high)
     return math.exp(optimize.brentq(excess, low, high, xtol=tolerance / 2))
+
+
+def least_multiplier(spent: Callable[[float], float], epsilon: float) -> float:
+    """The least noise multiplier with which `spent` of it is at most epsilon.
+
+    Raises:
+        ValueError: there is none, or hardly any noise is enough.
+    """
+    multiplier = _search(spent, epsilon, 1.0, _TOLERANCE)
+    while spent(multiplier) > epsilon:
+        multiplier *= 1 + _TOLERANCE
+    return multiplier
 
 
 def _refined(spent, epsilon, rough):

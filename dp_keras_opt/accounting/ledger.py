@@ -22,7 +22,7 @@ from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.risk import Risk, risk_of
 from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
-from dp_keras_opt.accounting.segment import Segment, stated
+from dp_keras_opt.accounting.segment import TRAINING, Segment, stated
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.noise.mechanism import Release
@@ -123,6 +123,10 @@ class Ledger:
         """All segments, oldest first."""
         return (*self._closed, *([self._current] if self._current else []))
 
+    def of_data_set(self, name: str = TRAINING) -> tuple[Segment, ...]:
+        """The segments of what was released of one data set, oldest first."""
+        return tuple(segment for segment in self.segments if segment.data_set == name)
+
     @property
     def current(self) -> Segment | None:
         """The segment that the next steps belong to, None before `begin` and after `close`."""
@@ -181,6 +185,23 @@ class Ledger:
         sampling.check_releases(segment.releases)
         self.close()
         self._current = segment
+
+    def enter(self, segment: Segment) -> None:
+        """Counts what is about to be released beside the training, once and as a whole.
+
+        The run that goes on is not interrupted by it.
+
+        Args:
+            segment: a `Segment` of another run than those that the ledger knows.
+
+        Raises:
+            ValueError: its noise cannot be accounted, or the ledger knows its run.
+        """
+        if any(known.run == segment.run for known in self.segments):
+            raise ValueError(f"Run {segment.run} is in the ledger already. Enter a release once.")
+        step_event(segment.releases, segment.sampling.noise_adjacency)
+        segment.sampling.check_releases(segment.releases)
+        self.absorb(Ledger.of_segments([segment]))
 
     def segment(self, run: str, steps: int) -> Segment:
         """The segment of a run after exactly this number of steps.
@@ -297,9 +318,15 @@ class Ledger:
         if self._current.breaks_off and not self._pending:
             self.close()
 
-    def epsilon(self, delta: float, accountant: Accountant = "auto", exact: bool = False) -> float:
-        """Epsilon of all steps at `delta`; see `accountant.epsilon_of`."""
-        return accountants.epsilon_of(self.segments, delta, accountant, exact)
+    def epsilon(
+        self,
+        delta: float,
+        accountant: Accountant = "auto",
+        exact: bool = False,
+        data_set: str = TRAINING,
+    ) -> float:
+        """Epsilon of all that was released of a data set; see `accountant.epsilon_of`."""
+        return accountants.epsilon_of(self.of_data_set(data_set), delta, accountant, exact)
 
     def epsilon_as_planned(self, delta: float, accountant: Accountant = "auto") -> float:
         """Epsilon of what was planned, at least that of the steps that ran.
@@ -307,7 +334,7 @@ class Ledger:
         It is the guarantee where a stop may have looked at results, as early stopping does. Where
         how many steps were planned is not known, those that ran count.
         """
-        segments = [segment for segment in self.segments if segment.steps]
+        segments = [segment for segment in self.of_data_set() if segment.steps]
         return max(accountants.epsilon_of(each, delta, accountant) for each in scenarios(segments))
 
     def epsilon_bracket(self, delta: float, accountant: Accountant = "auto") -> tuple[float, float]:
@@ -315,10 +342,10 @@ class Ledger:
 
         They differ where a noise schedule has more than 400 distinct factors, which are rounded.
         """
-        return accountants.epsilon_bracket(self.segments, delta, accountant)
+        return accountants.epsilon_bracket(self.of_data_set(), delta, accountant)
 
-    def risk(self, accountant: Accountant = "auto") -> Risk:
-        """What any attack on one unit can gain at most from all that was released.
+    def risk(self, accountant: Accountant = "auto", data_set: str = TRAINING) -> Risk:
+        """What any attack on one unit can gain at most from all that was released of a data set.
 
         From the whole distribution of privacy losses, which says more than ε at one δ; where there
         is none, or with "rdp" and "pure", from ε at several δ. Of what was planned, where results
@@ -331,7 +358,7 @@ class Ledger:
             ValueError: the steps do not compose to one guarantee, or the accountant cannot price
                 them.
         """
-        return risk_of(self.segments, accountant)
+        return risk_of(self.of_data_set(data_set), accountant)
 
     def affordable_steps(
         self, epsilon: float, delta: float, accountant: Accountant = "auto"
@@ -352,9 +379,8 @@ class Ledger:
         """
         self._need_current()
         limit = min(self._current.end[0], _MOST_STEPS)
-        return accountants.affordable_steps(
-            self._closed, self._current, limit, epsilon, delta, accountant
-        )
+        past = [each for each in self._closed if each.data_set == self._current.data_set]
+        return accountants.affordable_steps(past, self._current, limit, epsilon, delta, accountant)
 
     def statement(self, delta: float, accountant: Accountant = "auto", group_size: int = 1) -> str:
         """The guarantee in words; see `accounting.statement`."""

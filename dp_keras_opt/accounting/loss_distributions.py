@@ -18,7 +18,11 @@ import math
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import common, pld_pmf
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, identity
+from dp_accounting.pld.privacy_loss_distribution import (
+    PrivacyLossDistribution,
+    from_privacy_parameters,
+    identity,
+)
 
 from dp_keras_opt.accounting.random_allocation import (
     RandomAllocationAccountant,
@@ -26,6 +30,7 @@ from dp_keras_opt.accounting.random_allocation import (
 )
 from dp_keras_opt.accounting.replace_one import ReplaceOneAccountant
 from dp_keras_opt.accounting.sampled_gaussian import sampled_gaussian
+from dp_keras_opt.noise.thresholded import FailureDpEvent
 
 #: The interval is at most this share of the standard deviation of a step's losses, and more than
 #: half of it, and within these ends; but for at most so many points to a step.
@@ -58,6 +63,7 @@ class LossDistributionAccountant(dp_accounting.PrivacyAccountant):
         self._kind = ReplaceOneAccountant if is_replaced else RandomAllocationAccountant
         self._counts = collections.Counter()
         self._precision = 0.0  # of Gaussians without sampling: together they are one
+        self._log_whole = 0.0  # ln of the probability that no `FailureDpEvent` fails
         self._checker = self._kind(neighboring_relation)
 
     def _maybe_compose(self, event, count, do_compose):
@@ -66,6 +72,9 @@ class LossDistributionAccountant(dp_accounting.PrivacyAccountant):
         if isinstance(event, dp_accounting.ComposedDpEvent):
             errors = (self._maybe_compose(part, count, do_compose) for part in event.events)
             return next((error for error in errors if error is not None), None)
+        if isinstance(event, FailureDpEvent):
+            self._log_whole += do_compose * count * math.log1p(-event.delta)
+            return None
         if do_compose and count:
             if isinstance(event, dp_accounting.GaussianDpEvent) and event.noise_multiplier > 0:
                 self._precision += count / event.noise_multiplier**2
@@ -90,6 +99,10 @@ class LossDistributionAccountant(dp_accounting.PrivacyAccountant):
             total = coarsened(total, interval)
             for losses in by_interval[interval]:
                 total = total.compose(losses)
+        if self._log_whole:
+            failure = common.DifferentialPrivacyParameters(0.0, -math.expm1(self._log_whole))
+            width = total._pmf_remove._discretization
+            total = total.compose(from_privacy_parameters(failure, width))
         return total
 
     def _events(self):
@@ -99,7 +112,7 @@ class LossDistributionAccountant(dp_accounting.PrivacyAccountant):
             yield dp_accounting.GaussianDpEvent(self._precision**-0.5), 1
 
     def get_epsilon(self, target_delta):
-        if not any(self._events()):
+        if not any(self._events()) and not self._log_whole:
             return 0.0
         losses = self.composed() if target_delta >= _LEAST_DELTA else None
         return math.inf if losses is None else float(losses.get_epsilon_for_delta(target_delta))

@@ -16,6 +16,7 @@ from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.groups import group_epsilon
 from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of
+from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import whole_number
 
 _NEIGHBOURS = {
@@ -32,13 +33,18 @@ _ACCOUNTANTS = {
 
 _NOTHING = "No training step was taken: nothing was released."
 
+_OPTIMISTIC = (
+    "Of several such scores the best is optimistic, as is that of a model that was chosen by them: "
+    "what is chosen for being high is high by its noise, too."
+)
+
 _NOT_COVERED = (
     "the starting weights, as given when training began: what they were trained on before;",
     "metrics and losses shown during training, which are computed from the data without noise;",
-    "choices driven by validation data that are not public, such as early stopping: what they "
-    "reveal of these data;",
+    "choices driven by validation data that are not public, such as early stopping{but_scores}: "
+    "what they reveal of these data;",
     "hyper-parameter tuning: each further training run on the same data adds to epsilon;",
-    "preprocessing computed from the data (vocabularies, Normalization.adapt);",
+    "preprocessing computed from the data (vocabularies, Normalization.adapt){but_statistics};",
     "the number of {unit}s, and the count of {unit}s with non-finite gradients;",
     "floating-point effects: the proofs are about real numbers, the noise is drawn in float32.",
 )
@@ -79,8 +85,8 @@ def statement(ledger, delta, accountant="auto", group_size=1, notes=()):
         *(text for claim in found for text in _claimed(claim, delta)),
         *_apart(found),
         *_public(segments),
-        "Protected: every intermediate model, the final one, and all that is computed from them.",
-        *(_training(segment, place, segments) for place, segment in enumerate(segments, 1)),
+        _protected(segments),
+        *_parts(segments),
         *dict.fromkeys(_accounting(claim) for claim in found),
     ]
     if group_size > 1:
@@ -109,6 +115,10 @@ class Claim(NamedTuple):
         return self.segments[0].sampling.adjacency
 
     @property
+    def data_set(self):
+        return self.segments[0].data_set
+
+    @property
     def is_heuristic(self):
         """Whether its sampling is one for which epsilon is not proven."""
         return any(segment.sampling.is_heuristic for segment in self.segments)
@@ -123,7 +133,20 @@ def claims(ledger, delta, accountant="auto"):
 def not_covered(found):
     """What these claims do not speak of, a list of phrases."""
     units = dict.fromkeys(claim.unit for claim in found)
-    return [line.format(unit=" or ".join(units)) for line in _NOT_COVERED]
+    beside = [segment for claim in found for segment in claim.segments if segment.purpose]
+    words = {
+        "unit": " or ".join(units),
+        "but_scores": " (but by the scores above)" if any(map(_are_scores, beside)) else "",
+        "but_statistics": ", but for the statistics above"
+        if not all(map(_are_scores, beside))
+        else "",
+    }
+    return [line.format(**words) for line in _NOT_COVERED]
+
+
+def _are_scores(segment):
+    """Whether what was released says how good a model is."""
+    return any(release.statistic == "scores" for release in segment.releases)
 
 
 def _claim(segments, delta, accountant):
@@ -169,7 +192,14 @@ def _claimed(claim, delta):
 
 def _apart(found):
     """What several guarantees mean for who is in all of the data."""
-    if len(found) > 1:
+    data_sets = {claim.data_set for claim in found}
+    if len(data_sets) > 1:
+        yield (
+            f"No {found[0].unit} is in two of these data sets, as was stated: for each the "
+            "guarantee of its own holds. For one who is in several the epsilons add up, and so do "
+            "the deltas."
+        )
+    if len(found) > len(data_sets):
         yield (
             f"These are {len(found)} guarantees, of steps that protect different units or speak "
             "of different neighbouring data sets. Each holds for its own steps. If they are about "
@@ -188,21 +218,58 @@ def _guarantee(claim, delta):
         )
     heuristic = " (HEURISTIC, not proven: see the sampling below)"
     return (
-        f"Guarantee: differential privacy for one {claim.unit} with epsilon = "
+        f"Guarantee: differential privacy for one {claim.unit}{_of(claim.data_set)} with epsilon = "
         f"{rounded_up(claim.promised)} at delta = {delta:g}"
         f"{heuristic if claim.is_heuristic else ''}."
+    )
+
+
+def _of(data_set):
+    return "" if data_set == TRAINING else f" of the {data_set} data"
+
+
+def _protected(segments):
+    released = ["every intermediate model, the final one"] * any(not s.purpose for s in segments)
+    released += ["the statistics and scores below"] * any(s.purpose for s in segments)
+    return f"Protected: {', '.join(released)}, and all that is computed from them."
+
+
+def _parts(segments):
+    """The paragraphs on what was done: the training, and what was released beside it."""
+    trained = [segment for segment in segments if segment.purpose is None]
+    yield from (_training(segment, place, trained) for place, segment in enumerate(trained, 1))
+    beside = [segment for segment in segments if segment.purpose is not None]
+    yield from map(_beside, beside)
+    if any(map(_are_scores, beside)):
+        yield _OPTIMISTIC
+
+
+def _beside(segment):
+    """What was released beside the training, in words."""
+    sampling = segment.sampling
+    often = "once" if segment.steps == 1 else f"{segment.steps} times"
+    title = "Scores" if _are_scores(segment) else "Statistic"
+    norm = segment.releases[0].mechanism.norm.upper()
+    return (
+        f"{title}: {segment.purpose}, released {often}; {_noises(segment)}, times the {norm} "
+        f"sensitivity {segment.clip_norm:.6g}; of n = {sampling.num_examples} {sampling.unit}s"
+        f"{_of(segment.data_set)}."
+    )
+
+
+def _noises(segment):
+    return ", ".join(
+        f"{type(release.mechanism).__name__} noise on the {_in_words(release)} with noise "
+        f"multiplier sigma = {release.multiplier:.6g}"
+        for release in segment.releases
+        if not release.is_public
     )
 
 
 def _training(segment, place, segments):
     sampling = segment.sampling
     title = "Training" if len(segments) == 1 else f"Training, part {place} of {len(segments)}"
-    noises = ", ".join(
-        f"{type(release.mechanism).__name__} noise on the {_in_words(release)} with noise "
-        f"multiplier sigma = {release.multiplier:.6g}"
-        for release in segment.releases
-        if not release.is_public
-    )
+    noises = _noises(segment)
     alphas = segment.schedule.alphas(segment.first_step, min(segment.steps, 10**6))
     if alphas.min() != alphas.max():
         noises += f" times schedule factors from {alphas.min():.4g} to {alphas.max():.4g}"

@@ -14,6 +14,9 @@ from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release
 from dp_keras_opt.noise.schedules import Constant, NoiseSchedule
 
+#: The data set that a model is trained on; others have names of their own.
+TRAINING = "training"
+
 #: How a plan of unknown length is written, since JSON has no infinity.
 _UNKNOWN = "unknown"
 
@@ -44,6 +47,8 @@ class Segment:
         after: the `state` of each run that was over, short of what was planned of it, when this
             one began.
         plan: None, or the `Plan` that its noise was found for.
+        purpose: what was released, in words, where it is no training: a statistic, a score.
+        data_set: which data it is about. No unit is in two data sets of different names.
     """
 
     run: str
@@ -57,6 +62,8 @@ class Segment:
     planned: float | None = None
     after: tuple = ()
     plan: Plan | None = None
+    purpose: str | None = None
+    data_set: str = TRAINING
 
     def __post_init__(self):
         whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
@@ -182,10 +189,10 @@ class Segment:
             "planned": _UNKNOWN if self.planned == math.inf else self.planned,
             "after": [list(state) for state in self.after],
         }
-        if self.plan is None:
-            del config["plan"]  # which libraries of before do not know
-        else:
-            config["plan"] = self.plan.get_config()
+        config["plan"] = self.plan and self.plan.get_config()
+        for name, usual in (("plan", None), ("purpose", None), ("data_set", TRAINING)):
+            if config[name] == usual:
+                del config[name]  # which libraries of before do not know
         return config
 
     @classmethod

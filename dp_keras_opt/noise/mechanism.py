@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 import numpy as np
@@ -143,7 +143,8 @@ class Release:
         statistic: "mean", the sum of the clipped gradients over the expected batch size;
             "mean_and_square", the mean and its square together; "public_mean", the mean over public
             rows, and "public_values", given by the user and no answer to a query: these two are
-            neither noised nor accounted, and every statement says that they were used.
+            neither noised nor accounted, and every statement says that they were used. Beside the
+            training: "scores" of a model, or the name of a statistic (`dp_keras_opt.statistics`).
         multiplier: noise multiplier σ, the noise's scale over the query's clip norm. 0 releases
             the statistic without noise: the ledger then says ε = ∞.
         mechanism: the `Mechanism` that the noise is drawn from.
@@ -151,7 +152,7 @@ class Release:
     """
 
     query: int
-    statistic: Literal["mean", "mean_and_square", "public_mean", "public_values"]
+    statistic: str
     multiplier: float
     mechanism: Mechanism
     joint: JointMoments | None = None

@@ -1,0 +1,56 @@
+"""A user's data as arrays of rows, some thousand at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.data.sources.columns import OnDisk, open_column
+
+#: So many rows are looked at together.
+_ROWS = 2**14
+
+
+def chunks(values: Any) -> Iterator[Any]:
+    """The rows of a column in their order, as arrays, or as `tf.RaggedTensor`s.
+
+    Args:
+        values: an array, a list, a tensor, a column of a frame; an array of a file, of NumPy, h5py
+            or zarr, or the path of a `.npy` file; a `tf.data.Dataset` of such rows, in batches.
+
+    Raises:
+        ValueError: they are no rows: a single number, none, several columns, or without an end.
+    """
+    if isinstance(values, tf.data.Dataset):
+        yield from _of_dataset(values)
+        return
+    values = open_column(values)
+    if not isinstance(values, OnDisk | tf.RaggedTensor):
+        values = np.asarray(values)
+    if not values.shape or not values.shape[0]:
+        raise ValueError(f"There must be rows of values; received the shape {values.shape}.")
+    for start in range(0, values.shape[0], _ROWS):
+        stop = min(start + _ROWS, values.shape[0])
+        yield values[np.arange(start, stop)] if isinstance(values, OnDisk) else values[start:stop]
+
+
+def _of_dataset(dataset):
+    spec = dataset.element_spec
+    if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec):
+        raise ValueError(
+            f"The data set must have one column; its elements are {spec}. Choose it: "
+            "dataset.map(lambda x, y: x)."
+        )
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError("The data set has no end: each row is to count once. Leave out repeat().")
+    if spec.shape.rank == 0:
+        dataset = dataset.batch(_ROWS)
+    empty = True
+    for batch in dataset:
+        empty = False
+        yield batch if isinstance(batch, tf.RaggedTensor) else batch.numpy()
+    if empty:
+        raise ValueError("The data set is empty.")
