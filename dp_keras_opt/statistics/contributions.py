@@ -57,7 +57,7 @@ class Units:
         """(the units, the shares) of the next rows, of which there are `count`."""
         part = slice(self._rows, self._rows + count)
         self._rows += count
-        if self._users is None:
+        if self._users is None or self._shares is None:
             return np.arange(part.start, part.stop), np.ones(count)
         if self._rows > len(self._users):
             raise ValueError(

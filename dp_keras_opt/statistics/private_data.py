@@ -384,9 +384,9 @@ class PrivateData:
         found = np.flatnonzero(value > above)
         if not len(found):
             raise ValueError(
-                f"No range of values stands out of the noise, whose deviation is {std:.3g} units of "
-                f"{units.number}. The release counts all the same. Allow a larger epsilon, or give "
-                "bounds that you know."
+                f"No range of values stands out of the noise, whose deviation is {std:.3g} of "
+                f"{units.number} units. The release counts all the same. Allow a larger epsilon, or "
+                "give bounds that you know."
             )
         return float(edges[found[0]]), float(edges[found[-1] + 1])
 
@@ -439,7 +439,7 @@ class PrivateData:
         order = order[value[order] >= threshold][:size]
         if not len(order):
             raise ValueError(
-                f"No word reaches the threshold of {threshold:.4g} of {units.number} {self._unit}s. "
+                f"No word reaches the threshold of {threshold:.4g} of {units.number} units. "
                 "The release counts all the same. Allow a larger epsilon, fewer words per unit, or "
                 "give a list of words that you know."
             )

@@ -11,8 +11,6 @@ differentially private continual observation", ICML 2023, arXiv:2202.11205 (the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from dp_keras_opt.types import Norm
@@ -35,7 +33,7 @@ def times_root(vector: np.ndarray) -> np.ndarray:
 
 
 def quantiles(
-    noisy: np.ndarray, edges: np.ndarray, number: int, probabilities: Sequence[float]
+    noisy: np.ndarray, edges: np.ndarray, number: int, probabilities: np.ndarray
 ) -> np.ndarray:
     """Where the shares of the units below reach these probabilities, from C·h with noise.
 

@@ -1,4 +1,4 @@
-"""One statistic as a release: its noise, for the ε that was asked for, and its entry in the ledger."""
+"""One statistic as a release: the noise that keeps its ε, and its entry in the ledger."""
 
 from __future__ import annotations
 

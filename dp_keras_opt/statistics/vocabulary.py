@@ -56,7 +56,7 @@ def word_counts(
         rows = rows if split is None else split(rows)
         owners, words = _flat(rows)
         found, places = np.unique(words, return_inverse=True)
-        known = np.int64([numbers.setdefault(word, len(numbers)) for word in found.tolist()])
+        known = np.array([numbers.setdefault(word, len(numbers)) for word in found.tolist()], int)
         of_units, _ = units.rows(_length(rows))
         pairs.append(np.stack([of_units[owners], known[places.ravel()]], axis=1))
     excluded = {numbers[word] for each in without for word in _spellings(each) if word in numbers}

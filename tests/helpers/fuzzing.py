@@ -167,11 +167,16 @@ class _Known:
 
     def __init__(self, source):
         self.value = tf.Variable(0.0, dtype=source.dtype)
-        source.draw = self.draw
+        source.draw, source.draw_again = self.draw, self.draw_again
 
     def draw(self, distribution, shape):
         constant = tf.fill(shape, self.value.read_value())
         return (constant, tf.zeros_like(constant)) if distribution is NORMAL_AND_REST else constant
+
+    def draw_again(self, distribution, shape, key):
+        """λCGD makes all draws by keys: new ones with a rest, those of the step before without."""
+        before = tf.zeros(shape, self.value.dtype)
+        return self.draw(distribution, shape) if distribution is NORMAL_AND_REST else before
 
 
 class _Last:
