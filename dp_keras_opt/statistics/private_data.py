@@ -385,8 +385,8 @@ class PrivateData:
         if not len(found):
             raise ValueError(
                 f"No range of values stands out of the noise, whose deviation is {std:.3g} of "
-                f"{units.number} units. The release counts all the same. Allow a larger epsilon, or "
-                "give bounds that you know."
+                f"{units.number} units. The release counts all the same. Allow a larger "
+                "epsilon, or give bounds that you know."
             )
         return float(edges[found[0]]), float(edges[found[-1] + 1])
 
