@@ -74,9 +74,10 @@ class PrivateData:
     `ledger.epsilon(delta)` has what all of them and the training cost.
 
     Formal guarantee: each release is (ε, δ)-differentially private for one unit, whatever the rows
-    hold (NaN and infinities included), and the ledger counts it in full. A unit's rows share its
-    contribution: each of m counts 1/m, so that their number does not matter. Noise is drawn in
-    double precision, as with `secure_noise`, from bits of the operating system, and sums are exact.
+    hold (NaN counts nothing, infinities as the bounds), and the ledger counts it in full. A unit's
+    rows share its contribution: each of m counts 1/m, so that their number does not matter. Noise
+    is drawn in double precision, as with `secure_noise`, from bits of the operating system, and
+    sums are exact.
     What is given in advance (bounds, edges, categories, how many words a unit has at most, epsilon)
     must not come from these data, nor may the choice of what to ask depend on them but through
     what was released. n, the number of units, counts as public, as it does in training.
@@ -108,8 +109,8 @@ class PrivateData:
     def __post_init__(self) -> None:
         if not isinstance(self.ledger, Ledger):
             raise ValueError(
-                f"ledger must be a dp_keras_opt.accounting.Ledger, received {self.ledger!r}: what is "
-                "released must be counted somewhere. Make one, and give it to the model that is "
+                f"ledger must be a dp_keras_opt.accounting.Ledger, received {self.ledger!r}: what "
+                "is released must be counted somewhere. Make one, and give it to the model that is "
                 "trained on the same data: model.ledger = ledger."
             )
         if self.noise not in _MECHANISMS:
@@ -481,7 +482,7 @@ class PrivateData:
             inner = np.clip(rows, edges[0], edges[-1]) if to_ends else rows
             place = np.searchsorted(edges, inner, side="right") - 1
             place = np.where(inner == edges[-1], len(edges) - 2, place)
-            return np.where(np.isfinite(rows), place, -1).ravel()
+            return np.where(np.isnan(rows), -1, place).ravel()
 
         shared = units if several == 1 else _Shared(units, several)
         return contributions.counts(chunks(values), shared, bins, len(edges) - 1), units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 
@@ -49,15 +50,23 @@ def planned(
     if not (is_number(epsilon) and 0 < epsilon < math.inf):
         raise ValueError(f"epsilon must be positive and finite, e.g. 0.5; received {epsilon!r}.")
 
-    def segment(multiplier):
-        release = Release(0, statistic, multiplier, mechanism)
-        run = secrets.token_hex(16)
-        return Segment(
-            run, (release,), Constant(), sampling, float(sensitivity),
-            steps=times, purpose=purpose, data_set=data_set,
-        )  # fmt: skip
+    multiplier = _multiplier(statistic, mechanism, sampling, epsilon, delta, times)
+    releases = (Release(0, statistic, multiplier, mechanism),)
+    return Segment(
+        secrets.token_hex(16), releases, Constant(), sampling, float(sensitivity),
+        steps=times, purpose=purpose, data_set=data_set,
+    )  # fmt: skip
 
-    return segment(least_multiplier(lambda each: epsilon_of([segment(each)], delta), epsilon))
+
+@functools.lru_cache
+def _multiplier(statistic, mechanism, sampling, epsilon, delta, times):
+    """The least noise multiplier with which so many releases keep ε at δ."""
+
+    def spent(multiplier):
+        releases = (Release(0, statistic, multiplier, mechanism),)
+        return epsilon_of([Segment("planned", releases, Constant(), sampling, steps=times)], delta)
+
+    return least_multiplier(spent, epsilon)
 
 
 def noisy(total: np.ndarray, segment: Segment) -> tuple[np.ndarray, float]:

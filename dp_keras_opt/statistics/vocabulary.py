@@ -51,7 +51,7 @@ def word_counts(
         without: words that are not counted.
     """
     numbers: dict[Any, int] = {}
-    pairs = []
+    without, pairs = set(without), []
     for rows in chunks:
         rows = rows if split is None else split(rows)
         owners, words = _flat(rows)
@@ -59,11 +59,12 @@ def word_counts(
         known = np.array([numbers.setdefault(word, len(numbers)) for word in found.tolist()], int)
         of_units, _ = units.rows(_length(rows))
         pairs.append(np.stack([of_units[owners], known[places.ravel()]], axis=1))
-    excluded = {numbers[word] for each in without for word in _spellings(each) if word in numbers}
     every = np.unique(np.concatenate(pairs), axis=0)
-    every = every[~np.isin(every[:, 1], list(excluded))]
-    kept = _capped(every, most_per_unit)
-    return list(numbers), np.bincount(kept[:, 1], minlength=len(numbers)).astype(np.float64)
+    for word in without:
+        every = every[every[:, 1] != numbers.get(word, -1)]
+    counts = np.bincount(_capped(every, most_per_unit)[:, 1], minlength=len(numbers))
+    words = [word for word in numbers if word not in without]
+    return words, counts[[numbers[word] for word in words]].astype(np.float64)
 
 
 def _capped(pairs, most):
@@ -99,7 +100,3 @@ def _flat(rows):
 
 def _text(word):
     return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
-
-
-def _spellings(word):
-    return () if word is None else (_text(word),) if isinstance(word, bytes) else (word,)
