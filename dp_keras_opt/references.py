@@ -607,6 +607,40 @@ REFERENCES: dict[str, Reference] = {
         2014,
         doi="10.1145/2660193.2660195",
     ),
+    "casacuberta2022": Reference(
+        ("Sílvia Casacuberta", "Michael Shoemate", "Salil Vadhan", "Connor Wagaman"),
+        "Widespread underestimation of sensitivity in differentially private libraries and how to "
+        "fix it",
+        "CCS 2022",
+        2022,
+        arxiv="2207.10635",
+    ),
+    "gopi2020": Reference(
+        (
+            "Sivakanth Gopi",
+            "Pankaj Gulhane",
+            "Janardhan Kulkarni",
+            "Judy Hanwen Shen",
+            "Milad Shokouhi",
+            "Sergey Yekhanin",
+        ),
+        "Differentially private set union",
+        "ICML 2020",
+        2020,
+        arxiv="2002.09745",
+    ),
+    "korolova2009": Reference(
+        (
+            "Aleksandra Korolova",
+            "Krishnaram Kenthapadi",
+            "Nina Mishra",
+            "Alexandros Ntoulas",
+        ),
+        "Releasing search queries and clicks privately",
+        "WWW 2009",
+        2009,
+        doi="10.1145/1526709.1526733",
+    ),
     "carlini2019": Reference(
         ("Nicholas Carlini", "Chang Liu", "Úlfar Erlingsson", "Jernej Kos", "Dawn Song"),
         "The secret sharer: evaluating and testing unintended memorization in neural networks",

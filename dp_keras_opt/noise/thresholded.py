@@ -41,7 +41,7 @@ class Thresholded(Gaussian):
     Reference: Korolova, Kenthapadi, Mishra and Ntoulas, "Releasing search queries and clicks
     privately", WWW 2009, doi:10.1145/1526709.1526733 (the threshold); with Gaussian noise: Gopi,
     Gulhane, Kulkarni, Shen, Shokouhi and Yekhanin, "Differentially private set union", ICML 2020,
-    arXiv:2002.09745, section 5.
+    arXiv:2002.09745.
     """
 
     def __init__(self, delta: float) -> None:
