@@ -17,7 +17,8 @@ class Query(NamedTuple):
     Attributes:
         scale: the diagonal geometry s > 0, one tensor per trainable variable; None for 1. Each
             example contributes s ⊙ gradient, clipped.
-        clip_norm: the bound C on each example's contribution, a number or a scalar tensor.
+        clip_norm: the bound C on each example's contribution, a number or a scalar tensor. Where
+            it `counts`, a tensor with the bound C_l of each group that is clipped together.
         norm: the norm that is bounded, "l2" or "l1".
         style: "flat", one norm over all variables together; "per_layer", one for the variables of
             each layer, with equal bounds C_l; or a dict from names of layers to the proportions of
@@ -30,6 +31,8 @@ class Query(NamedTuple):
             coordinate by coordinate.
         population: "private", the rows that the privacy guarantee covers; "public", the others:
             their mean, neither clipped nor noised.
+        counts: whether the answer has, behind the sum, how many of the examples have a norm of at
+            most C_l, less half their number, for each l. One whose gradient is zero is in no count.
         directions: only of public rows; None, or for each trainable variable k directions
             `(k, *shape)`. The answer is then M·v for each direction v, M the public rows' mean of
             p pᵀ over their gradients p of all variables together.
@@ -46,14 +49,18 @@ class Query(NamedTuple):
     gamma: float = 0.01
     square: bool = False
     population: Literal["private", "public"] = "private"
+    counts: bool = False
     directions: Any = None
 
     @property
     def sensitivity(self) -> float | tf.Tensor:
         """By how much one row, added or removed, moves the sum: C, or C² for squares.
 
-        ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that.
+        ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that. Beside it,
+        each count moves by at most ½.
         """
+        if self.counts:
+            return tf.norm(self.clip_norm)
         return self.clip_norm**2 if self.square else self.clip_norm
 
 
