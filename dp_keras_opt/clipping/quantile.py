@@ -83,7 +83,7 @@ class Quantile:
         """σ_b; None where it follows from a batch size that is not known yet."""
         if self.count_noise is not None or batch_size is None:
             return self.count_noise
-        smallest: int = getattr(batch_size, "smallest", batch_size)
+        smallest = batch_size if isinstance(batch_size, int) else batch_size.smallest
         return smallest / _EXAMPLES_PER_NOISE
 
     def start(self, proportions: Sequence[float]) -> list[float]:
