@@ -4,9 +4,10 @@
     python examples/clip_norms.py --tasks tabular    # one of the four tasks
     python examples/clip_norms.py --quick            # a minute, to try it out
 
-On the tasks of choosing.py, at ε = 3: `DPAdam` with C = 0.1, 1 and 10, of which validation data
-choose, with `normalize=True`, and with `clipping.Quantile(0.5)`, whose C nobody chose. Of each, the
-same learning rates are tried (see `dp.tuning.compare` for the protocol).
+On the tasks of choosing.py, at ε = 3: `DPAdam` and `DPSGD` with momentum, each with C = 0.1, 1 and
+10, of which validation data choose; with `normalize=True`; and with `clipping.Quantile(0.5)`, whose
+C nobody chose. Of each, four learning rates are tried (see `dp.tuning.compare` for the protocol),
+from the range of `dp.tuning.CANDIDATES`: for momentum over C, and over 1 where C finds itself.
 
 Writes results-TASK.csv (every run) and TASK.md (a table) to output/clip_norms.
 """
@@ -19,20 +20,27 @@ from choosing import DELTA, TASKS
 
 import dp_keras_opt as dp
 
-#: The range of the learning rate is that of DPAdam in `dp.tuning.CANDIDATES`.
 CLIP_NORMS = {
     "C = 0.1": {"clip_norm": 0.1},
     "C = 1": {"clip_norm": 1.0},
     "C = 10": {"clip_norm": 10.0},
-    "normalize=True": {"normalize": True},
+    "normalize=True": {"clip_norm": 1.0, "normalize": True},
     "Quantile(0.5)": {"clip_norm": dp.clipping.Quantile(0.5)},
 }
-CANDIDATES = [
-    dp.tuning.candidate(
-        name, "DPAdam", space=dp.tuning.CANDIDATES["DPAdam"].space, beta_2=0.99, **arguments
-    )
-    for name, arguments in CLIP_NORMS.items()
-]
+
+
+def candidates():
+    """Two optimizers with each of the clip norms."""
+    for optimizer, cls, own in (
+        ("DPAdam", "DPAdam", {"beta_2": 0.99}),
+        ("DPSGD, momentum", "DPSGD", {"momentum": 0.9}),
+    ):
+        space = dp.tuning.CANDIDATES[optimizer].space
+        for name, arguments in CLIP_NORMS.items():
+            per_norm = cls == "DPSGD" and isinstance(arguments["clip_norm"], float)
+            yield dp.tuning.candidate(
+                f"{optimizer}: {name}", cls, space=space, per_norm=per_norm, **own, **arguments
+            )
 
 
 def main():
@@ -52,7 +60,8 @@ def main():
             task = dataclasses.replace(task, steps=8)
             options.trials, options.seeds = 1, 1
         comparison = dp.tuning.compare(
-            task, CANDIDATES, [3.0], DELTA, trials=options.trials, seeds=options.seeds, name=name,
+            task, list(candidates()), [3.0], DELTA, trials=options.trials, seeds=options.seeds,
+            name=name,
             results=options.output / f"results-{name}{'-quick' * options.quick}.csv",
         )  # fmt: skip
         table = comparison.markdown()

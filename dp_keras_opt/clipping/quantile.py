@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from dp_keras_opt.checks import is_number
 from dp_keras_opt.clipping.bounds import LEAST, MOST, bound
-
-if TYPE_CHECKING:
-    from dp_keras_opt.accounting.batch_sizes import BatchSizes
 
 #: B over the noise on the counts, where that is not given: the paper's.
 _EXAMPLES_PER_NOISE = 20
@@ -79,12 +76,11 @@ class Quantile:
         for name, value in vars(self).items():  # NumPy's numbers, too
             object.__setattr__(self, name, None if value is None else float(value))
 
-    def noise_on_counts(self, batch_size: int | BatchSizes | None) -> float | None:
+    def noise_on_counts(self, batch_size: int | None) -> float | None:
         """σ_b; None where it follows from a batch size that is not known yet."""
         if self.count_noise is not None or batch_size is None:
             return self.count_noise
-        smallest = batch_size if isinstance(batch_size, int) else batch_size.smallest
-        return smallest / _EXAMPLES_PER_NOISE
+        return batch_size / _EXAMPLES_PER_NOISE
 
     def start(self, proportions: Sequence[float]) -> list[float]:
         """C_l of the first step, in these proportions, where √ΣC_l² = `initial`."""

@@ -31,11 +31,11 @@ class Query(NamedTuple):
             coordinate by coordinate.
         population: "private", the rows that the privacy guarantee covers; "public", the others:
             their mean, neither clipped nor noised.
-        counts: whether the answer has, behind the sum, how many of the examples have a norm of at
-            most C_l, less half their number, for each l. One whose gradient is zero is in no count.
         directions: only of public rows; None, or for each trainable variable k directions
             `(k, *shape)`. The answer is then M·v for each direction v, M the public rows' mean of
             p pᵀ over their gradients p of all variables together.
+        counts: whether the answer has, behind the sum, how many of the examples have a norm of at
+            most C_l, less half their number, for each l. One whose gradient is zero is in no count.
 
     Reference: Bu, Wang, Zha and Karypis, "Automatic clipping: differentially private deep learning
     made easier and stronger", NeurIPS 2023, arXiv:2206.07136 (`normalize`).
@@ -49,8 +49,8 @@ class Query(NamedTuple):
     gamma: float = 0.01
     square: bool = False
     population: Literal["private", "public"] = "private"
-    counts: bool = False
     directions: Any = None
+    counts: bool = False
 
     @property
     def sensitivity(self) -> float | tf.Tensor:
@@ -59,9 +59,8 @@ class Query(NamedTuple):
         ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that. Beside it,
         each count moves by at most ½.
         """
-        if self.counts:
-            return tf.norm(self.clip_norm)
-        return self.clip_norm**2 if self.square else self.clip_norm
+        clip_norm = tf.norm(self.clip_norm) if self.counts else self.clip_norm
+        return clip_norm**2 if self.square else clip_norm
 
 
 #: The plain sum of gradients; what the self-check compares with `tape.gradient`.

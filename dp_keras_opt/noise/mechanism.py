@@ -176,8 +176,8 @@ class Release:
         """
         if self.multiplier == 0:
             return 0.0
-        assert self.count_noise is not None  # for the type checker: without it there is an error
-        spent = counts * (self.multiplier / (2 * self.count_noise)) ** 2
+        # Without noise on the counts, an error: a division by zero.
+        spent = counts * (self.multiplier / (2 * (self.count_noise or 0.0))) ** 2
         if not spent < 1:
             least = self.multiplier * math.sqrt(counts) / 2
             raise ValueError(

@@ -44,7 +44,6 @@ class Released(NamedTuple):
             [value / s for value, s in zip(self.value, self.scale, strict=True)],
             [std / s for std, s in zip(stds, self.scale, strict=True)],
             square,
-            shares=self.shares,
         )
 
 
@@ -143,15 +142,14 @@ def _mean_and_counts(part, query, total, batch_size, alpha, source, index):
     on_sum = part.noise_on_sum(counts.shape[0]) * alpha * query.sensitivity
     std, noise = 0.0, [tf.zeros_like(value) for value in total]
     if part.multiplier:
-        _check_norm(part, query.norm)
+        _check_norm(part, "l2")  # what is bounded in L1 is so in L2
         std = _std(part, source, index)
         noise = part.mechanism.unit_noise([value.shape for value in total], source, (index, 0))
-    on_count = part.count_noise * alpha
     return Released(
         _noisy(sums, on_sum, noise[:-1], batch_size),
         tf.cast(on_sum * std / batch_size, tf.float32),
         scale=query.scale,
-        shares=0.5 + _noisy([counts], on_count, noise[-1:], batch_size)[0],
+        shares=0.5 + _noisy([counts], part.count_noise * alpha, noise[-1:], batch_size)[0],
     )
 
 

@@ -338,12 +338,12 @@ class PrivateOptimizer(UpdatesOnce):
                 "every gradient is scaled to C, so that C and the learning rate count as a product "
                 "only, and there is nothing to find",
             )
-        if self.noise.norm != "l2":
+        if not isinstance(self.noise, noises.Gaussian | noises.Correlated | noises.Planned):
             clip_norms.refuse_quantile(
                 self.clip_norm,
                 f"{name} with noise={type(self.noise).__name__}",
                 "gradients and counts are one release under Gaussian noise, independent or "
-                "correlated, and not under noise for the L1 norm",
+                "correlated, and not under any other",
             )
 
     def _proportions(self, variables):
@@ -473,7 +473,9 @@ class PrivateOptimizer(UpdatesOnce):
         """The release of what `queries` asks first: the mean, and what counts beside it."""
         if not isinstance(self.clip_norm, Quantile):
             return Release(0, "mean", noise_multiplier, self.noise)
-        on_counts = self.clip_norm.noise_on_counts(self.batch_size)
+        size = self.batch_size
+        smallest = size.smallest if isinstance(size, BatchSizes) else size
+        on_counts = self.clip_norm.noise_on_counts(smallest)
         return Release(0, "mean_and_counts", noise_multiplier, self.noise, count_noise=on_counts)
 
     @property

@@ -228,7 +228,9 @@ def canary_releases(model, canaries, queries, released):
         mean = tf.gather(answer.value[0], x)[:, 0]
         estimates.append(mean / share * (1.0 if query.square else sign))
         stds.append(answer.noise_std / share * tf.ones_like(sign))
-        if answer.shares is not None and x.shape[0] == 1:  # all are clipped, so each of the FEW is −½
+        if (
+            answer.shares is not None and x.shape[0] == 1
+        ):  # all are clipped, so each of the FEW is −½
             counts = optimizer.batch_size * (answer.shares - 0.5)
             estimates.append(-2 * counts - FEW)
             stds.append(2 * part.count_noise * tf.ones_like(sign))

@@ -459,7 +459,7 @@ MOMENTS = dp.optimizers.moments
     "make, words",
     [
         (lambda: sgd(normalize=True), "normalize=True does not take .*nothing to find"),
-        (lambda: sgd(noise="laplace"), "noise=Laplace does not take .*not under noise for the L1"),
+        (lambda: sgd(noise="laplace"), "noise=Laplace does not take .*not under any other"),
         (
             lambda: dp.optimizers.DPAdam(clip_norm=ADAPTIVE, second_moment=MOMENTS.Joint(1.0, 100)),
             "Joint does not take .*one clip norm",
