@@ -429,6 +429,19 @@ def test_counts_are_released_as_such_only():
             )
 
 
+def test_counts_need_gaussian_noise_and_squares_their_sensitivity():
+    query = Query(clip_norm=tf.constant([3.0, 4.0]), counts=True)
+    assert float(query.sensitivity) == 5.0
+    assert float(query._replace(square=True).sensitivity) == 25.0
+    part = Release(0, "mean_and_counts", 1.0, noise.Laplace(), count_noise=3.0)
+    for norm in ("l1", "l2"):
+        with pytest.raises(ValueError, match="Laplace noise needs sums clipped in the l1 norm"):
+            noise.release(
+                (part,), (query._replace(norm=norm),), [[tf.zeros(3), tf.zeros(2)]],
+                batch_size=8, alpha=1.0, source=sgd().noise_source,
+            )  # fmt: skip
+
+
 # What is refused.
 
 
@@ -646,6 +659,27 @@ def test_a_run_of_correlated_noise_is_handed_over_with_its_counts(tmp_path):
     assert seed == 1
     model.fit(batches, epochs=2, verbose=0)
     assert [segment.steps for segment in model.ledger.segments] == [12]
+
+
+def test_an_audit_finds_canaries_in_the_mean_beside_counts():
+    """Without noise, and alone in the batch: 1 for the one that is there."""
+    model = linear.build(sgd(noise_multiplier=0.0), run_eagerly=True)
+    seen = []
+
+    def observe(queries, released):
+        canaries = Batch(tf.constant(linear.X[:1]), tf.constant(linear.Y[:1]))
+        seen.append(dp.audit.inclusion_estimates(model, canaries, queries, released))
+
+    model.observe_releases(observe)
+    model.train_on_batch(linear.X[:1], linear.Y[:1])
+    np.testing.assert_allclose(seen[0][0], [[1.0]], rtol=1e-5)
+
+
+def test_learning_rates_per_norm_need_a_number():
+    candidate = dp.tuning.candidate("x", "DPSGD", space={}, per_norm=True, learning_rate=0.1)
+    run = dp.tuning.RunInfo(10, 8, clip_norm=Quantile())
+    with pytest.raises(ValueError, match="x: learning rates in units of the clip norm need"):
+        candidate.make(run)
 
 
 def test_report_writes_the_clip_norm():
