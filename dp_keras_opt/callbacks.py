@@ -187,6 +187,8 @@ class OptimizerReport(keras.callbacks.Callback):
       be for bias-corrected, independent and joint second moments; there, only ε holds the step.
     - `v_q05`, `v_q50`, `v_q95`: quantiles of v̂ over the coordinates.
 
+    - `clip_norm`: C after the epoch, where it finds itself (`clipping.Quantile`); where layers are
+      clipped on their own, that of all together.
     - `public_clip_fraction`: the share of the examples in `public` that would be clipped now, in
       the optimizer's geometry (`clipping.clip_fraction`). The share of the private examples is a
       count of private examples, and releasing it with noise would make every step cost more.
@@ -200,7 +202,8 @@ class OptimizerReport(keras.callbacks.Callback):
     """
 
     private_logs = (
-        "gradient_norm", "noise_to_signal", "negative_v", "v_q*", "public_clip_fraction",
+        "gradient_norm", "noise_to_signal", "negative_v", "v_q*", "clip_norm",
+        "public_clip_fraction",
     )  # fmt: skip
 
     def __init__(
@@ -232,7 +235,7 @@ class OptimizerReport(keras.callbacks.Callback):
 
     def _observe(self, queries, released):
         """Adds one step's ‖g̃‖² − E‖noise‖², and E‖noise‖²."""
-        part, clip_norm = released[0], tf.cast(queries[0].clip_norm, tf.float32)
+        part, clip_norm = released[0], tf.cast(queries[0].sensitivity, tf.float32)
         weights = sum(tf.size(g) for g in part.value)
         noise = tf.cast(weights, tf.float32) * tf.square(part.noise_std)
         excess = tf.square(tf.linalg.global_norm(part.value)) - noise
@@ -247,7 +250,10 @@ class OptimizerReport(keras.callbacks.Callback):
         signal, noise = (np.sqrt(max(0.0, float(mean.result()))) for mean in self._power)
         logs["gradient_norm"] = float(signal)
         logs["noise_to_signal"] = float(noise / signal) if signal else float(np.inf if noise else 0)
-        estimates = self.model.optimizer.second_moment_estimates
+        optimizer = self.model.optimizer
+        if isinstance(optimizer.clip_norm, clipping.Quantile):
+            logs["clip_norm"] = float(optimizer.current_clip_norm)
+        estimates = optimizer.second_moment_estimates
         if estimates:
             v = np.concatenate([np.ravel(estimate) for estimate in estimates])
             logs["negative_v"] = float(np.mean(v < 0))

@@ -275,6 +275,13 @@ REFERENCES: dict[str, Reference] = {
         2024,
         arxiv="2310.15526",
     ),
+    "andrew2021": Reference(
+        ("Galen Andrew", "Om Thakkar", "H. Brendan McMahan", "Swaroop Ramaswamy"),
+        "Differentially private learning with adaptive clipping",
+        "NeurIPS 2021",
+        2021,
+        arxiv="1905.03871",
+    ),
     "denisov2022": Reference(
         (
             "Sergey Denisov",

@@ -32,8 +32,14 @@ class StepSchedule(Protocol):
     def get_config(self) -> dict[str, Any]: ...
 
 
-#: What bounds an example's gradient: a number, or a schedule of the step.
-ClipNorm: TypeAlias = float | StepSchedule
+class FoundClipNorm(Protocol):
+    """A `clipping.Quantile`."""
+
+    def next(self, bounds: Any, shares: Any) -> Any: ...
+
+
+#: What bounds an example's gradient: a number, a schedule of the step, or what finds it.
+ClipNorm: TypeAlias = float | StepSchedule | FoundClipNorm
 
 #: A function of one example; see the samplers of `data`.
 Map: TypeAlias = Callable[..., Any]

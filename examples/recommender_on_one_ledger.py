@@ -60,9 +60,7 @@ def build(data, private, epsilon, size=32):
     """Factorization, whose films and mean are released for `epsilon` each."""
     x, stars = data
     films = keras.layers.IntegerLookup()
-    dp.statistics.adapt_privately(
-        films, x["item"], private, epsilon, DELTA / 10, most_per_unit=1
-    )
+    dp.statistics.adapt_privately(films, x["item"], private, epsilon, DELTA / 10, most_per_unit=1)
     mean = private.mean(stars[:, 0], SCALE, epsilon, DELTA / 10, purpose="the mean rating")
     print(f"{films.vocabulary_size() - 1} films, rated {mean.value:.2f} ± {mean.noise_std:.2f}")
 
@@ -71,9 +69,9 @@ def build(data, private, epsilon, size=32):
 
     def embed(ids, count, width, std, name):
         initializer = keras.initializers.RandomNormal(stddev=std)
-        return keras.layers.Embedding(
-            count, width, embeddings_initializer=initializer, name=name
-        )(ids)
+        return keras.layers.Embedding(count, width, embeddings_initializer=initializer, name=name)(
+            ids
+        )
 
     film, number = films(item), films.vocabulary_size()
     match = keras.layers.Dot(-1)(

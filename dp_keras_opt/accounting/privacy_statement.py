@@ -260,7 +260,7 @@ def _beside(segment):
 def _noises(segment):
     return ", ".join(
         f"{type(release.mechanism).__name__} noise on the {_in_words(release)} with noise "
-        f"multiplier sigma = {release.multiplier:.6g}"
+        f"multiplier sigma = {release.multiplier:.6g}{_of_counts(release, segment.sampling.unit)}"
         for release in segment.releases
         if not release.is_public
     )
@@ -306,6 +306,16 @@ def _accounting(claim):
 
 def _in_words(release):
     return release.statistic.replace("_", " ")
+
+
+def _of_counts(release, unit):
+    """How the noise is divided between gradients and counts, if there are counts."""
+    if release.count_noise is None:
+        return ""
+    return (
+        f" for both (the counts are of {unit}s whose gradient is not clipped, with noise of std "
+        f"{release.count_noise:.6g} on each)"
+    )
 
 
 def _public(segments):

@@ -181,6 +181,9 @@ class Segment:
             }
             for release in self.releases
         ]
+        for release in releases:
+            if release["count_noise"] is None:
+                del release["count_noise"]  # which libraries of before do not know
         config = vars(self) | {
             "releases": releases,
             "schedule": self.schedule.to_json(),

@@ -115,7 +115,7 @@ def inclusion_estimates(
 
     B·⟨c, g̃⟩/‖c‖², g̃ the released mean and c what the canary contributes if it is there, clipped as
     the query says: 1 for a canary in the batch and 0 for one that is not, plus noise, plus what the
-    others contribute in c's direction. Squares that are released beside the mean are not looked at.
+    others contribute in c's direction. Squares and counts beside the mean are not looked at.
 
     Args:
         model: the `DPModel`, at the weights at which the gradients were taken.

@@ -25,7 +25,8 @@ class ClippedSums(NamedTuple):
     Attributes:
         sums: for each query, one float32 tensor per trainable variable: Σ_i clip(s ⊙ g_i; C).
             Adding or removing one row (one user's rows, where the mask says whose they are)
-            changes it by at most C in the query's norm.
+            changes it by at most C in the query's norm. Of a query that `counts`, behind them the
+            counts of its L groups, (L,), which that changes by at most ½ each.
         losses: the loss of each example, (B,). Raw: for metrics only.
         y_pred: the model's outputs. Raw: for metrics only.
         non_finite: how many examples (users) contributed zero because their gradient was NaN or
@@ -107,7 +108,23 @@ def _clipped_sum(query, groups, units, variables):
         for index in indices:
             weights[index] = weight
     total = _weighted_sum(query, units.gradients, weights, finite, variables)
+    if query.counts:
+        total.append(_counts(norms, groups, units.valid & finite))
     return total, tf.reduce_sum(tf.cast(units.valid & ~finite, tf.int64))
+
+
+def _counts(norms, groups, counted):
+    """Σ_i (b_i − ½) for each group, b_i whether unit i is not longer than its bound.
+
+    Over the units that are `counted` and have a gradient: one that adds nothing to the sum (of
+    weight 0, say) adds nothing here, so that neighbours by `zero_out` differ by ½, not by 1.
+    """
+
+    def one(norm, bound):
+        halves = tf.where(norm <= bound, 0.5, -0.5)
+        return tf.reduce_sum(tf.where(counted & (norm > 0), halves, 0.0))
+
+    return tf.stack([one(norm, bound) for norm, (_, bound) in zip(norms, groups, strict=True)])
 
 
 def _public_mean(query, groups, rows, shares, variables):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dp_keras_opt._keras import layers_of, trained_in
 from dp_keras_opt.clipping import per_example
@@ -21,11 +22,13 @@ def clip_groups(model: keras.Model, query: Query) -> list[tuple[Sequence[int], A
         A list of (indices into `model.trainable_variables`, bound C_l).
 
     Raises:
-        ValueError: proportions are given, and not for exactly the layers that are trained.
+        ValueError: proportions are given, and not for exactly the layers that are trained; or
+            bounds, and not one for each group.
     """
     variables = model.trainable_variables
+    given = tf.unstack(query.clip_norm) if query.counts else []
     if query.style == "flat" or query.population == "public":
-        return [(range(len(variables)), query.clip_norm)]
+        return [(range(len(variables)), given[0] if given else query.clip_norm)]
     by_layer = variables_by_layer(model)
     shares = dict.fromkeys(by_layer, 1.0) if query.style == "per_layer" else query.style
     if set(shares) != set(by_layer):
@@ -35,10 +38,14 @@ def clip_groups(model: keras.Model, query: Query) -> list[tuple[Sequence[int], A
         )
     whole = sum(shares.values()) if query.norm == "l1" else math.hypot(*shares.values())
     index = {id(variable): place for place, variable in enumerate(variables)}
-    return [
-        ([index[id(v)] for v in owned], query.clip_norm * (shares[name] / whole))
-        for name, owned in by_layer.items()
-    ]
+    groups = [[index[id(v)] for v in by_layer[name]] for name in shares]
+    bounds = given or [query.clip_norm * (share / whole) for share in shares.values()]
+    if len(bounds) != len(groups):
+        raise ValueError(
+            f"There are {len(bounds)} bounds for {len(groups)} layers, some of equal paths. Name "
+            f"them: clipping={{layer: proportion, ...}}, with {sorted(by_layer)}."
+        )
+    return list(zip(groups, bounds, strict=True))
 
 
 def variables_by_layer(model):

@@ -17,7 +17,8 @@ class Query(NamedTuple):
     Attributes:
         scale: the diagonal geometry s > 0, one tensor per trainable variable; None for 1. Each
             example contributes s ⊙ gradient, clipped.
-        clip_norm: the bound C on each example's contribution, a number or a scalar tensor.
+        clip_norm: the bound C on each example's contribution, a number or a scalar tensor. Where
+            it `counts`, a tensor with the bound C_l of each group that is clipped together.
         norm: the norm that is bounded, "l2" or "l1".
         style: "flat", one norm over all variables together; "per_layer", one for the variables of
             each layer, with equal bounds C_l; or a dict from names of layers to the proportions of
@@ -33,6 +34,8 @@ class Query(NamedTuple):
         directions: only of public rows; None, or for each trainable variable k directions
             `(k, *shape)`. The answer is then M·v for each direction v, M the public rows' mean of
             p pᵀ over their gradients p of all variables together.
+        counts: whether the answer has, behind the sum, how many of the examples have a norm of at
+            most C_l, less half their number, for each l. One whose gradient is zero is in no count.
 
     Reference: Bu, Wang, Zha and Karypis, "Automatic clipping: differentially private deep learning
     made easier and stronger", NeurIPS 2023, arXiv:2206.07136 (`normalize`).
@@ -47,14 +50,17 @@ class Query(NamedTuple):
     square: bool = False
     population: Literal["private", "public"] = "private"
     directions: Any = None
+    counts: bool = False
 
     @property
     def sensitivity(self) -> float | tf.Tensor:
         """By how much one row, added or removed, moves the sum: C, or C² for squares.
 
-        ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that.
+        ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that. Beside it,
+        each count moves by at most ½.
         """
-        return self.clip_norm**2 if self.square else self.clip_norm
+        clip_norm = tf.norm(self.clip_norm) if self.counts else self.clip_norm
+        return clip_norm**2 if self.square else clip_norm
 
 
 #: The plain sum of gradients; what the self-check compares with `tape.gradient`.

@@ -141,14 +141,17 @@ class Release:
     Attributes:
         query: index into `optimizer.queries()` of the query that is answered.
         statistic: "mean", the sum of the clipped gradients over the expected batch size;
-            "mean_and_square", the mean and its square together; "public_mean", the mean over public
+            "mean_and_square", the mean and its square together; "mean_and_counts", the mean and how
+            many units have a norm below their bounds; "public_mean", the mean over public
             rows, and "public_values", given by the user and no answer to a query: these two are
             neither noised nor accounted, and every statement says that they were used. Beside the
             training: "scores" of a model, or the name of a statistic (`dp_keras_opt.statistics`).
-        multiplier: noise multiplier σ, the noise's scale over the query's clip norm. 0 releases
-            the statistic without noise: the ledger then says ε = ∞.
+        multiplier: noise multiplier σ, the noise's scale over the query's clip norm; of mean and
+            counts, that of both together. 0 releases the statistic without noise: the ledger then
+            says ε = ∞.
         mechanism: the `Mechanism` that the noise is drawn from.
         joint: how mean and square are weighted, for "mean_and_square".
+        count_noise: σ_b, std of the noise on each count, for "mean_and_counts".
     """
 
     query: int
@@ -156,6 +159,35 @@ class Release:
     multiplier: float
     mechanism: Mechanism
     joint: JointMoments | None = None
+    count_noise: float | None = None
+
+    def noise_on_sum(self, counts: int) -> float:
+        """σ, over C, of the noise on the sum beside which so many counts cost nothing further.
+
+        One unit moves the sum by at most C and each of the L counts by at most ½. Divided by the
+        std of their noise, σ·C and σ_b, that is at most √(σ⁻² + L·(2σ_b)⁻²), one Gaussian vector
+        with the multiplier z = (σ⁻² + L·(2σ_b)⁻²)^(−½). (Under `replace_one` all is doubled.) Of
+        correlated noise, these are the rows x_t of C x: a few coordinates more, in units of z at
+        most 1 long as the clipped gradient alone is otherwise. Bounds of a step that follow from
+        earlier releases make x_t adaptive, which the Gaussian mechanism on C x allows: Denisov,
+        McMahan, Rush, Smith and Thakurta, NeurIPS 2022, arXiv:2202.08312.
+
+        Raises:
+            ValueError: the counts alone would have a multiplier of z, or less.
+        """
+        if self.multiplier == 0:
+            return 0.0
+        # Without noise on the counts, an error: a division by zero.
+        spent = counts * (self.multiplier / (2 * (self.count_noise or 0.0))) ** 2
+        if not spent < 1:
+            least = self.multiplier * math.sqrt(counts) / 2
+            raise ValueError(
+                f"count_noise={self.count_noise:.4g} leaves nothing for the gradients: up to "
+                f"{least:.4g} the counts alone cost as much as noise_multiplier="
+                f"{self.multiplier:.4g} allows. Pass Quantile(..., count_noise={4 * least:.2g}), "
+                "with which the gradients have 3% more noise, or take larger batches."
+            )
+        return self.multiplier / math.sqrt(1 - spent)
 
     @property
     def is_public(self) -> bool:

@@ -23,12 +23,15 @@ class Released(NamedTuple):
         square: for the statistic "mean_and_square", the noisy squares of the mean; else None.
         scale: the geometry s of the query, one tensor per variable, or None for 1: `value` is the
             noisy mean of s ⊙ gradient.
+        shares: for the statistic "mean_and_counts", the noisy share of the units below each bound,
+            (L,), with the expected batch size for their number; else None.
     """
 
     value: list[tf.Tensor]
     noise_std: float | tf.Tensor | list[tf.Tensor]
     square: list[tf.Tensor] | None = None
     scale: Sequence[tf.Tensor] | None = None
+    shares: tf.Tensor | None = None
 
     def unscaled(self) -> Released:
         """The same statistic in the coordinates of the gradient: value and noise over s."""
@@ -69,8 +72,8 @@ def release(
         One `Released` for each of `releases`.
 
     Raises:
-        ValueError: a sum was clipped in another norm than its noise is for, or a sum over private
-            rows would be released as public.
+        ValueError: a sum was clipped in another norm than its noise is for, a sum over private
+            rows would be released as public, or counts as part of a mean.
     """
     answers = []
     for index, part in enumerate(releases):
@@ -82,6 +85,11 @@ def release(
             if query.population != "public":
                 raise ValueError("A sum over private rows cannot be released as a public mean.")
             answers.append(Released(list(total), 0.0))
+            continue
+        if query.counts != (part.statistic == "mean_and_counts"):
+            raise ValueError(f"Counts beside a sum cannot be released as a {part.statistic!r}.")
+        if query.counts:
+            answers.append(_mean_and_counts(part, query, total, batch_size, alpha, source, index))
             continue
         if part.statistic == "mean_and_square":
             answers.append(_mean_and_square(part, query, total, batch_size, alpha, source, index))
@@ -126,6 +134,23 @@ def _check_norm(part, norm):
             f"{type(part.mechanism).__name__} noise needs sums clipped in the "
             f"{part.mechanism.norm} norm; these were clipped in the {norm} norm."
         )
+
+
+def _mean_and_counts(part, query, total, batch_size, alpha, source, index):
+    """The mean and the shares below the bounds, as one release; see `Release.noise_on_sum`."""
+    *sums, counts = total
+    on_sum = part.noise_on_sum(counts.shape[0]) * alpha * query.sensitivity
+    std, noise = 0.0, [tf.zeros_like(value) for value in total]
+    if part.multiplier:
+        _check_norm(part, "l2")  # what is bounded in L1 is so in L2
+        std = _std(part, source, index)
+        noise = part.mechanism.unit_noise([value.shape for value in total], source, (index, 0))
+    return Released(
+        _noisy(sums, on_sum, noise[:-1], batch_size),
+        tf.cast(on_sum * std / batch_size, tf.float32),
+        scale=query.scale,
+        shares=0.5 + _noisy([counts], part.count_noise * alpha, noise[-1:], batch_size)[0],
+    )
 
 
 def _mean_and_square(part, query, total, batch_size, alpha, source, index):

@@ -1,19 +1,16 @@
-"""Clip norms that move, as a public function of the step."""
+"""What is taken as a clip norm: a number, a public function of the step, or a `Quantile`."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.checks import is_number
 from dp_keras_opt.clipping import graphs
-
-#: Beyond them, squares of the gradients that they bound leave the range of float32.
-LEAST, MOST = 1e-12, 1e18
+from dp_keras_opt.clipping.bounds import LEAST, MOST, bound
+from dp_keras_opt.clipping.quantile import Quantile
 
 
 class ClipNormSchedule:
@@ -105,40 +102,16 @@ class ClipNormSchedule:
         return f"{type(self.schedule).__name__}({arguments})"
 
 
-def bound(name: str, value: Any) -> float:
-    """A bound on a norm for which float32 suffices; infinity included.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not is_number(value) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, received {value!r}.")
-    value = float(value)
-    if value <= 0:
-        raise ValueError(f"{name} must be positive, received {value}.")
-    if value < LEAST:
-        raise ValueError(
-            f"{name}={value} is too small for the squares of float32 gradients, which would count "
-            f"as 0: norms would not be bounded. Use at least {LEAST}, and scale the learning rate "
-            "instead."
-        )
-    if MOST < value < math.inf:
-        raise ValueError(
-            f"{name}={value} is too large: gradients and noise of that size leave the range of "
-            f"float32. Use at most {MOST}."
-        )
-    return value
-
-
-def resolve(name: str, value: Any) -> float | ClipNormSchedule:
-    """A bound, or the `ClipNormSchedule` of a Keras schedule or of what one was serialised to.
+def resolve(name: str, value: Any) -> float | ClipNormSchedule | Quantile:
+    """A bound, a `Quantile`, or the `ClipNormSchedule` of a Keras schedule; or of what one was
+    serialised to.
 
     Raises:
         ValueError: it is none of these.
     """
     if isinstance(value, dict) and "class_name" in value:
         value = keras.saving.deserialize_keras_object(value)
-    if isinstance(value, ClipNormSchedule):
+    if isinstance(value, ClipNormSchedule | Quantile):
         return value
     if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
         return ClipNormSchedule(value)
@@ -153,3 +126,12 @@ def resolve(name: str, value: Any) -> float | ClipNormSchedule:
 def at(clip_norm: float | ClipNormSchedule, step: Any) -> float | tf.Tensor:
     """C at a step: the number, or a float32 scalar."""
     return clip_norm.at(step) if isinstance(clip_norm, ClipNormSchedule) else clip_norm
+
+
+def refuse_quantile(clip_norm: Any, owner: str, reason: str) -> None:
+    """Raises a `ValueError` where this is a `Quantile`, which `owner` does not take."""
+    if isinstance(clip_norm, Quantile):
+        raise ValueError(
+            f"{owner} does not take clip_norm={clip_norm}: {reason}. Give a number, or a schedule "
+            "of the step."
+        )

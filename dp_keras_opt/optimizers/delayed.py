@@ -43,6 +43,17 @@ def _delay(name: str, value: Any) -> tuple[int, ...]:
     return tuple(whole_number(steps, name, 1, "It is a number of steps.") for steps in phases)
 
 
+_TWO_BOUNDS = (
+    "the bounds of its two phases are of gradients in different geometries, and a count is of one"
+)
+
+
+def _clip_norm(name: str, value: Any) -> float | clip_norms.ClipNormSchedule:
+    value = clip_norms.resolve(name, value)
+    clip_norms.refuse_quantile(value, name, _TWO_BOUNDS)
+    return value
+
+
 class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     """What `DP2RMSprop`, `DP2Adagrad` and `DP2Yogi` share; each says how v takes in a square.
 
@@ -66,8 +77,10 @@ class DelayedPreconditioner(PrivateOptimizer, keras.optimizers.Optimizer):
     ablations are its variants 1 (Algorithm 2) and 2.
     """
 
+    _no_quantile = _TWO_BOUNDS
+
     adaptive_clip_norm = Setting(
-        clip_norms.resolve, "C2 of the adaptive phase, for preconditioned gradients."
+        _clip_norm, "C2 of the adaptive phase, for preconditioned gradients."
     )
     delay = Setting(_delay, "(s1, s2), lengths of the phases in steps; one number for both.")
     subtract_noise = Setting(

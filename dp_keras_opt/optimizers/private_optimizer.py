@@ -16,6 +16,7 @@ from dp_keras_opt import _keras, deprecation
 from dp_keras_opt import noise as noises
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike, BatchSizes
 from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.clipping.quantile import Quantile
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.noise.secure import SecureNoiseSource
@@ -59,8 +60,9 @@ class PrivateOptimizer(UpdatesOnce):
         clip_norms.resolve,
         "C > 0, the bound on the norm of each example's gradient: L2 for Gaussian noise, L1 for "
         "Laplace noise. A Keras `LearningRateSchedule` where it changes with the step, which must "
-        "not look at the data. `math.inf` only together with noise_multiplier=0, which gives no "
-        "privacy.",
+        "not look at the data. A `clipping.Quantile` where it is to find itself, by noisy counts "
+        "of how many examples are not clipped. `math.inf` only together with noise_multiplier=0, "
+        "which gives no privacy.",
     )
     batch_size = Setting(
         settings.batch_size,
@@ -71,7 +73,8 @@ class PrivateOptimizer(UpdatesOnce):
     )
     noise_multiplier = Setting(
         settings.noise_multiplier,
-        "σ ≥ 0, the noise's standard deviation over C (Laplace: its scale over C). None for the "
+        "σ ≥ 0, the noise's standard deviation over C (Laplace: its scale over C; with a "
+        "`clipping.Quantile` that of gradients and counts together). None for the "
         "least that keeps a `PrivacyBudget` given to `fit`, or that `accounting.calibrate` finds. "
         "0 trains without privacy, and the ledger says so.",
         later=True,
@@ -126,6 +129,9 @@ class PrivateOptimizer(UpdatesOnce):
     #: Whether the optimizer needs public rows in each batch (`data.with_public`).
     needs_public = False
 
+    #: Why no `clipping.Quantile` is taken as clip norm; None where one is.
+    _no_quantile: str | None = None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         settings.fill_docstring(cls)
@@ -173,6 +179,7 @@ class PrivateOptimizer(UpdatesOnce):
                 "secure_noise=True and a seed contradict each other: whoever knows the seed can "
                 "subtract the noise. Leave one of them out."
             )
+        self._check_quantile()
         self.noise_source = SecureNoiseSource() if secure_noise else NoiseSource(seed)
 
     @property
@@ -201,6 +208,7 @@ class PrivateOptimizer(UpdatesOnce):
         if self.built:
             return
         self._need_settled()
+        self._check_quantile()
         if self.projection is not None:
             self._check_projection()
             self.projection.select(variables)
@@ -211,6 +219,12 @@ class PrivateOptimizer(UpdatesOnce):
                 stacklevel=2,
             )
         super().build(variables)
+        if isinstance(self.clip_norm, Quantile):
+            start = self.clip_norm.start(self._proportions(variables))
+            # Past `self.add_variable`: it is no state of the rule, which a projection would reset.
+            self._found_clip_norms = super().add_variable(
+                (len(start),), keras.initializers.Constant(start), "float32", name="clip_norm"
+            )
         self._remember_noise(variables)
         if self.projection is not None:
             self.projection.build(self)
@@ -303,11 +317,43 @@ class PrivateOptimizer(UpdatesOnce):
         """Makes the memory of correlated noise, for each draw that a step takes."""
         if not self.noise.is_correlated:
             return
-        buffers = self.noise.buffers(sum(math.prod(v.shape) for v in variables), self.noise_source)
+        size = sum(math.prod(v.shape) for v in variables)
+        if isinstance(self.clip_norm, Quantile):
+            size += self._num_counts
+        buffers = self.noise.buffers(size, self.noise_source)
         for index, release in enumerate(self.releases_for(1.0)):
             if not release.is_public and release.multiplier:
                 for part in range(2 if release.statistic == "mean_and_square" else 1):
                     self.noise_source.memory.allocate((index, part), buffers)
+
+    def _check_quantile(self):
+        """Refuses a `clipping.Quantile` where it does not go with the other settings."""
+        name = type(self).__name__
+        if self._no_quantile:
+            clip_norms.refuse_quantile(self.clip_norm, name, self._no_quantile)
+        if self.normalize:
+            clip_norms.refuse_quantile(
+                self.clip_norm,
+                f"{name} with normalize=True",
+                "every gradient is scaled to C, so that C and the learning rate count as a product "
+                "only, and there is nothing to find",
+            )
+        if not isinstance(self.noise, noises.Gaussian | noises.Correlated | noises.Planned):
+            clip_norms.refuse_quantile(
+                self.clip_norm,
+                f"{name} with noise={type(self.noise).__name__}",
+                "gradients and counts are one release under Gaussian noise, independent or "
+                "correlated, and not under any other",
+            )
+
+    def _proportions(self, variables):
+        """Those of the bounds C_l, in the order of `clipping.clip_groups`."""
+        if isinstance(self.clipping, Mapping):
+            return list(self.clipping.values())
+        # Of the model that they belong to nothing is known here: a layer is where its variables
+        # are. `clip_groups` refuses models of another number of layers.
+        layers = {variable.path.rpartition("/")[0] for variable in variables}
+        return [1.0] * (len(layers) if self.clipping == "per_layer" else 1)
 
     def _check_projection(self):
         """Refuses a projection where the rule does not work in a subspace."""
@@ -368,11 +414,21 @@ class PrivateOptimizer(UpdatesOnce):
     def query(
         self, scale: Sequence[tf.Tensor] | None = None, clip_norm: float | tf.Tensor | None = None
     ) -> Query:
-        """A query with this optimizer's bound and style, in the geometry `scale`."""
+        """A query with this optimizer's bound and style, in the geometry `scale`.
+
+        Of one that is not built yet a clip norm that finds itself is a number, and there are no
+        counts.
+        """
         if scale is not None:  # clipping works in float32, whatever the variables are
             scale = [tf.cast(part, tf.float32) for part in scale]
-        clip_norm = self.current_clip_norm if clip_norm is None else clip_norm
-        return Query(scale, clip_norm, self.noise.norm, self.clipping, self.normalize)
+        counts = isinstance(self.clip_norm, Quantile) and clip_norm is None and self.built
+        if counts:
+            clip_norm = tf.convert_to_tensor(self._found_clip_norms)
+        elif clip_norm is None:
+            clip_norm = self.current_clip_norm
+        return Query(
+            scale, clip_norm, self.noise.norm, self.clipping, self.normalize, counts=counts
+        )
 
     def queries(self) -> tuple[Query, ...]:
         """The tuple of `Query` of this step, known before the data is touched; changes nothing."""
@@ -390,6 +446,8 @@ class PrivateOptimizer(UpdatesOnce):
     @property
     def current_clip_norm(self) -> float | tf.Tensor:
         """C of this step: a number; where it changes, a float32 scalar."""
+        if isinstance(self.clip_norm, Quantile):
+            return ops.norm(self._found_clip_norms) if self.built else self.clip_norm.initial
         return clip_norms.at(self.clip_norm, self.iterations)
 
     @property
@@ -409,14 +467,24 @@ class PrivateOptimizer(UpdatesOnce):
 
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         """The static tuple of `Release` of every step, at this overall noise multiplier."""
-        return (Release(0, "mean", noise_multiplier, self.noise),)
+        return (self.mean_release(noise_multiplier),)
+
+    def mean_release(self, noise_multiplier: float) -> Release:
+        """The release of what `queries` asks first: the mean, and what counts beside it."""
+        if not isinstance(self.clip_norm, Quantile):
+            return Release(0, "mean", noise_multiplier, self.noise)
+        size = self.batch_size
+        smallest = size.smallest if isinstance(size, BatchSizes) else size
+        on_counts = self.clip_norm.noise_on_counts(smallest)
+        return Release(0, "mean_and_counts", noise_multiplier, self.noise, count_noise=on_counts)
 
     @property
     def releases(self) -> tuple[Release, ...]:
         """What every step publishes: draws the noise and yields the accountant's event.
 
         Raises:
-            ValueError: noise multiplier or batch size is not set, or the clip norm gives no bound.
+            ValueError: noise multiplier or batch size is not set, or the clip norm gives no bound;
+                or the counts of a `clipping.Quantile` have too little noise.
         """
         if self.noise_multiplier is None:
             raise ValueError(
@@ -431,7 +499,35 @@ class PrivateOptimizer(UpdatesOnce):
                 "An infinite clip_norm bounds nothing and allows only noise_multiplier=0 without "
                 "normalize, which trains without privacy."
             )
-        return self.releases_for(self.noise_multiplier)
+        releases = self.releases_for(self.noise_multiplier)
+        if isinstance(self.clip_norm, Quantile):
+            self._check_counts(releases)
+        return releases
+
+    def _check_counts(self, releases):
+        """Refuses more than one release of mean and counts, and noise that is not enough for it."""
+        private = [release for release in releases if not release.is_public]
+        if [release.statistic for release in private] != ["mean_and_counts"]:
+            raise ValueError(
+                f"{type(self).__name__} releases more than one clipped mean of each batch, or "
+                f"another one than its first: clip_norm={self.clip_norm} would count for one of "
+                "them only. Give one clip_norm."
+            )
+        private[0].noise_on_sum(self._num_counts)
+
+    @property
+    def _num_counts(self):
+        """How many counts a step releases; before the layers are known, at least so many."""
+        if self.built:
+            return self._found_clip_norms.shape[0]
+        return len(self.clipping) if isinstance(self.clipping, Mapping) else 1
+
+    @property
+    def noise_on_sum(self) -> float | None:
+        """The noise's std over C; above `noise_multiplier` where counts have their part of it."""
+        if self.noise_multiplier is None or not isinstance(self.clip_norm, Quantile):
+            return self.noise_multiplier
+        return self.mean_release(self.noise_multiplier).noise_on_sum(self._num_counts)
 
     # What is done with the answers: post-processing.
 
@@ -448,6 +544,17 @@ class PrivateOptimizer(UpdatesOnce):
         """
         answer = released[0].unscaled()
         self._apply(self._regularized(answer.value), answer.noise_std)
+
+    def adapt_clip_norm(self, released: Sequence[Released]) -> None:
+        """Moves a clip norm that finds itself, after the update of a step, by the counts of it.
+
+        Args:
+            released: as for `update`.
+        """
+        if isinstance(self.clip_norm, Quantile):
+            found = tf.convert_to_tensor(self._found_clip_norms)
+            shares = tf.cast(released[0].shares, found.dtype)
+            self.assign(self._found_clip_norms, self.clip_norm.next(found, shares))
 
     def _apply(self, gradients, noise_std):
         """Project → filter → Keras's own `apply`: weight decay, `update_step`, EMA.

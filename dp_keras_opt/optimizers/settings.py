@@ -18,9 +18,9 @@ import numpy as np
 from dp_keras_opt.accounting import batch_sizes
 from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.checks import is_number, whole_number
+from dp_keras_opt.clipping.bounds import bound
 from dp_keras_opt.noise.mechanism import Mechanism
 from dp_keras_opt.noise.schedules import NoiseSchedule
-from dp_keras_opt.optimizers.clip_norms import bound
 from dp_keras_opt.optimizers.filters import Filter
 from dp_keras_opt.types import ClippingStyle
 
@@ -232,7 +232,7 @@ def clipping_style(name: str, value: Any) -> ClippingStyle:
         shares = {str(layer): bound(f"{name}[{layer!r}]", v) for layer, v in value.items()}
         if math.inf in shares.values():
             raise ValueError(f"{name} must give finite proportions, received {value!r}.")
-        return shares
+        return dict(sorted(shares.items()))
     return one_of("flat", "per_layer")(name, value)
 
 

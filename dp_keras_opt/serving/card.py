@@ -173,6 +173,7 @@ def _training(segment):
                 "statistic": release.statistic,
                 "multiplier": float(release.multiplier),
             }
+            | ({} if release.count_noise is None else {"count_noise": release.count_noise})
             for release in segment.releases
             if not release.is_public
         ],

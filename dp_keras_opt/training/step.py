@@ -76,6 +76,7 @@ def train_step(model, sums_of_all):
     # node stands for all sums, or each operation of the update would have an edge to each of them.
     with tf.control_dependencies([tf.group(*tf.nest.flatten(sums))]):
         optimizer.update(released)
+        optimizer.adapt_clip_norm(released)
     return logs
 
 
@@ -151,6 +152,7 @@ def check_before_tracing(model, state, specs, *, fitting):
     engines_for(model, state, of_any_length(parts), fitting=fitting)
     with model.distribute_strategy.scope():
         model.optimizer.ensure_built(model.trainable_variables)
+        clipping.clip_groups(model, model.optimizer.query())  # has bounds for all layers
 
 
 def _spec(value):
@@ -236,7 +238,8 @@ def _zeros(query, variables):
     """The sum of a query over nobody."""
     if query.directions is not None:  # a sum for each of them
         return [tf.zeros_like(directions) for directions in query.directions]
-    return [tf.zeros(variable.shape) for variable in variables]
+    counts = [tf.zeros(query.clip_norm.shape)] if query.counts else []
+    return [*(tf.zeros(variable.shape) for variable in variables), *counts]
 
 
 def _row_size(batch):

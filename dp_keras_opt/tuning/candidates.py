@@ -12,6 +12,7 @@ import numpy as np
 from scipy.stats import qmc
 
 from dp_keras_opt import noise, optimizers
+from dp_keras_opt.checks import is_number
 from dp_keras_opt.optimizers import catalog, moments
 
 
@@ -124,6 +125,12 @@ def candidate(
         if "clip_share" in every:
             every[own_norm] = every.pop("clip_share") / plan.noise
         if per_norm:
+            if not is_number(every["clip_norm"]):
+                raise ValueError(
+                    f"{name}: learning rates in units of the clip norm need a clip norm that is a "
+                    f"number; received {every['clip_norm']}. Give the candidate per_norm=False and "
+                    "a space for gradients as they are."
+                )
             every["learning_rate"] /= every["clip_norm"]
         if decay:
             rate = every["learning_rate"]

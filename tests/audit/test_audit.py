@@ -506,7 +506,14 @@ def test_missing_noise_is_caught_in_many_runs(fault):
     assert not report.passed and report.is_above_risk and "ABOVE" in str(report)
 
 
-@pytest.mark.parametrize("name", ["DPSGD", "DPAdam, Poisson batches"])
+def test_counts_without_noise_are_caught_in_many_runs():
+    """Those of who is clipped, by which a clip norm finds itself."""
+    with audits.no_noise_on_counts():
+        report = audits.run("DPSGD, quantile", runs=100, seed=0)
+    assert not report.passed and report.is_above_risk
+
+
+@pytest.mark.parametrize("name", ["DPSGD", "DPSGD, quantile", "DPAdam, Poisson batches"])
 def test_many_runs_of_an_honest_optimizer_lie_below_its_risk(name):
     report = audits.run(name, runs=100, seed=0)
     assert report.passed and -1 <= report.excess <= 0 and not report.is_above_risk

@@ -51,6 +51,7 @@ OPTIONS = {
     "laplace": {"noise": noise.Laplace()},
     "filter": {"gradient_filter": "f6"},
     "per layer": {"clipping": "per_layer"},
+    "quantile": {"clip_norm": dp.clipping.Quantile(count_noise=3.0), "clipping": "per_layer"},
     "users": {},
 }
 
@@ -113,7 +114,7 @@ def test_what_is_chosen_for_gpus_is_looked_at():
     assert {"Bitcast", "BitwiseAnd"} <= operations
 
 
-@pytest.mark.parametrize("option", ["plain", "banded", "laplace", "users"])
+@pytest.mark.parametrize("option", ["plain", "banded", "laplace", "users", "quantile"])
 @pytest.mark.parametrize("make", [cnn, transformer, lstm])
 @pytest.mark.representatives(4)
 def test_xla_compiles_every_operation_for_gpus(make, option):

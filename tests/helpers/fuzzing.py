@@ -26,6 +26,7 @@ OWN = 3  # rows of a user, where users are clipped as one
 REFUSALS = (ValueError, TypeError, dp.PrivacyBudgetError)
 _NO_RULES = ("GaLore", "PrivateOptimizer", "get", "moments")
 _SIGMA = 1.3
+_COUNT_NOISE = 2.1
 
 
 def optimizer_of(name, arguments, rule):
@@ -72,6 +73,11 @@ _mechanisms = {
     "tree": lambda: noise.TreeAggregation(12),
     "matrix": lambda: noise.from_matrix(np.tril(np.ones((12, 12))) + np.eye(12)),
 }
+_clip_norms = {
+    "constant": lambda: 0.02,
+    "moving": lambda: keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.1),
+    "found": lambda: dp.clipping.Quantile(0.3, initial=0.02, count_noise=_COUNT_NOISE),
+}
 _samplings = {
     "poisson": lambda a: Sampling.poisson(N, BATCH, a),
     "balls_in_bins": lambda a: Sampling.balls_in_bins(N, BATCH, a),
@@ -96,7 +102,7 @@ configurations = st.fixed_dictionaries(
         "clipping": st.sampled_from(["flat", "per_layer", "proportions"]),
         "normalize": st.booleans(),
         "schedule": st.sampled_from([None, None, [1.0, 0.5] * 6]),
-        "moving": st.booleans(),
+        "clip_norm": st.sampled_from(["constant", "moving", "found"]),
         "policy": st.sampled_from(["float32", "mixed_bfloat16", "mixed_float16", "float64"]),
         "model": st.sampled_from(["dense", "words", "image"]),
         "secure": st.booleans(),
@@ -135,11 +141,18 @@ def _likely(c):
     c["projection"] &= rule in ("DPSGD", "DPAdam", "DPAdagrad", "DPRMSprop", "DPYogi")
     if c["second_moment"] in ("independent", "joint") and c["mechanism"] == "laplace":
         c["mechanism"] = "gaussian"
-    c["moving"] &= c["second_moment"] not in ("independent", "joint")
+    if c["second_moment"] in ("independent", "joint"):
+        c["clip_norm"] = "constant"
     if c["second_moment"] == "independent" and rule != "DPAdam":
         c["second_moment"] = "post_processing"
     if c["second_moment"] == "bias_corrected" and rule == "DPYogi":
         c["second_moment"] = "post_processing"
+    if c["clip_norm"] == "found":
+        c["normalize"] = False
+        if c["mechanism"] == "laplace":
+            c["mechanism"] = "gaussian"
+        if rule.startswith("DP2") or rule == "SubspaceAdagrad":
+            c["clip_norm"] = "moving"
     return c
 
 
@@ -187,7 +200,9 @@ class _Last:
 
     def __call__(self, queries, released):
         numbers = [query.clip_norm for query in queries]
-        numbers += [value for part in released for value in (*part.value, *(part.square or ()))]
+        for part in released:
+            numbers += [*part.value, *(part.square or ())]
+            numbers += [] if part.shares is None else [part.shares]
         tensors = list(map(tf.convert_to_tensor, numbers))
         if self._variables is None:
             with tf.init_scope():
@@ -204,7 +219,8 @@ class _Last:
         for part in self._released:
             value = [next(rest) for _ in part.value]
             square = [next(rest) for _ in part.square or ()]
-            released.append(part._replace(value=value, square=square))
+            shares = None if part.shares is None else next(rest)
+            released.append(part._replace(value=value, square=square, shares=shares))
         return queries, released
 
 
@@ -264,9 +280,7 @@ def released(c, last, value):
         clipping = {layer.name: 1.0 + i for i, layer in enumerate(model.layers) if layer.weights}
     filters = {"optimal": lambda: dp.filters.OptimalFIR(3)}
     arguments = {
-        "clip_norm": keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.1)
-        if c["moving"]
-        else 0.02,
+        "clip_norm": _clip_norms[c["clip_norm"]](),
         "batch_size": BATCH,
         "noise_multiplier": _SIGMA,
         "noise": _mechanisms[c["mechanism"]](),
@@ -342,6 +356,15 @@ def check(c):
         if c["rule"].startswith("ADP"):
             alpha = float(model.optimizer.noise_schedule.alphas(1, 1)[0])
         unit = release.multiplier * alpha * float(query.sensitivity) / BATCH
+        if release.count_noise is not None:  # in units of the noise that is drawn for each part
+            counts = len(a.shares)
+            on_sum = (_SIGMA**-2 - counts * (2 * _COUNT_NOISE) ** -2) ** -0.5
+            assert release.count_noise == _COUNT_NOISE and release.multiplier == _SIGMA
+            unit *= on_sum / _SIGMA
+            on_counts = BATCH / _COUNT_NOISE * unit / alpha  # brings them to those of the sum
+            norm = np.hypot(norm, np.linalg.norm(on_counts * (a.shares - b.shares)))
+            bound *= on_sum / _SIGMA
+            scale = np.append(scale, on_counts * (z.shares - a.shares))
         if release.joint is not None:
             bound = release.joint.sensitivity(float(query.clip_norm), BATCH)
             unit = release.multiplier * alpha * bound

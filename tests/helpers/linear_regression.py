@@ -28,13 +28,15 @@ class FixedNoise:
         optimizer: whose step number says which draws are due; also inside of a traced step.
         steps: how many steps.
         draws: how many draws of the size of the model each step takes.
+        counts: how many counts have noise behind that of each draw.
     """
 
-    def __init__(self, optimizer, steps, draws=1):
+    def __init__(self, optimizer, steps, draws=1, counts=0):
         rng = np.random.default_rng(5)
         self.optimizer = optimizer
+        shapes = (*SHAPES, (counts,)) if counts else SHAPES
         self.tables = [
-            rng.normal(size=(steps, *shape)).astype("float32") for shape in SHAPES * draws
+            rng.normal(size=(steps, *shape)).astype("float32") for shape in shapes * draws
         ]
         self.calls = 0
 
@@ -77,9 +79,9 @@ def flat(variables):
     return np.concatenate([np.asarray(v).ravel() for v in variables]).astype(np.float64)
 
 
-def train(model, steps, draws=1):
+def train(model, steps, draws=1, counts=0):
     """Takes steps with `FixedNoise`; returns the weights after each, and the noise."""
-    noise = FixedNoise(model.optimizer, 40, draws)
+    noise = FixedNoise(model.optimizer, 40, draws, counts)
     object.__setattr__(model.optimizer, "noise_source", noise)
     weights = []
     for _ in range(steps):

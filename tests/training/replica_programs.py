@@ -328,6 +328,19 @@ def clip_norms_follow_the_step(strategy):
     assert_same_on_all(strategy, model)
 
 
+def clip_norms_find_themselves(strategy):
+    """All 60 gradients are longer than C, which grows by exp(η_C·γ) with a share of 0."""
+    weights, rate = Weights(), 0.5
+    found = dp.clipping.Quantile(0.4, initial=CLIP, learning_rate=rate)
+    with strategy.scope():
+        model = make(optimizer(clip_norm=found, noise_multiplier=0.0, batch_size=60))
+    ones, far = np.ones_like(X), np.full_like(Y, 1e4)
+    model.fit(dp.data.poisson_batches((ones, far), 60, 4), verbose=0, callbacks=[weights])
+    norms = np.linalg.norm(weights.steps.reshape(4, -1), axis=1)
+    np.testing.assert_allclose(norms, CLIP * np.exp(0.4 * rate * np.arange(4)), rtol=1e-4)
+    assert_same_on_all(strategy, model)
+
+
 class Average(keras.layers.Layer):
     def build(self, shape):
         self.average = self.add_weight(shape=(), name="average", trainable=False)
@@ -398,6 +411,7 @@ MIRRORED = {
         passes_of_unknown_length_are_refused,
         arrays_are_balls_in_bins,
         clip_norms_follow_the_step,
+        clip_norms_find_themselves,
     ],
     3: [
         steps_are_those_of_one_device,

@@ -27,6 +27,7 @@ class Rule(Protocol):
         linear: whether v̂ is linear in the squares that v took in.
         clip_norm, batch_size, noise_multiplier, noise: its settings.
         current_clip_norm, expected_batch_size: C and B of this step.
+        noise_on_sum: the noise's std over C.
         second_moments: the variables that hold v, one per trainable variable.
         geometry_moments: those whose values the geometry is made of.
     """
@@ -39,12 +40,16 @@ class Rule(Protocol):
     current_clip_norm: Any
     expected_batch_size: Any
     noise_multiplier: Any
+    noise_on_sum: Any
     noise: Any
     second_moments: Any
     geometry_moments: Any
 
     def query(self, scale: Any = None, clip_norm: Any = None) -> Query:
         """A query with the optimizer's bound and style, in the geometry `scale`."""
+
+    def mean_release(self, noise_multiplier: float) -> Release:
+        """The release of what is asked first."""
 
     def accumulate(self, v: Any, square: Any) -> Any:
         """The next v."""
@@ -105,7 +110,7 @@ class SecondMoment:
 
     def releases(self, rule: Rule, noise_multiplier: float) -> tuple[Release, ...]:
         """The releases of every step."""
-        return (Release(0, "mean", noise_multiplier, rule.noise),)
+        return (rule.mean_release(noise_multiplier),)
 
     def squares(
         self, rule: Rule, released: Sequence[Released], gradients: Sequence[tf.Tensor]

@@ -79,7 +79,7 @@ class BiasCorrected(SecondMoment):
         """
         if self.floor is None:
             return rule.epsilon
-        sigma, bound, size = rule.noise_multiplier, rule.current_clip_norm, rule.expected_batch_size
+        sigma, bound, size = rule.noise_on_sum, rule.current_clip_norm, rule.expected_batch_size
         if sigma is None or size is None:
             raise ValueError(
                 "BiasCorrected(floor=...) is a multiple of the noise in one coordinate, σC/B. Set "

@@ -14,6 +14,7 @@ from keras import ops
 from dp_keras_opt.accounting.batch_sizes import BatchSizes
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.noise.mechanism import JointMoments, Release
+from dp_keras_opt.optimizers import clip_norms
 from dp_keras_opt.optimizers.clip_norms import ClipNormSchedule
 from dp_keras_opt.optimizers.moments.base import Rule, SecondMoment
 from dp_keras_opt.types import Adjacency
@@ -48,6 +49,11 @@ class JointRelease(SecondMoment, abc.ABC):
         """λ."""
 
     def check(self, rule: Rule) -> None:
+        clip_norms.refuse_quantile(
+            rule.clip_norm,
+            f"second_moment={type(self).__name__}",
+            "mean and square are released as one, with a sensitivity for one clip norm",
+        )
         if rule.noise.norm != "l2":
             raise ValueError(
                 f"second_moment={type(self).__name__} releases (g, g²) as one Gaussian vector: its "

@@ -12,6 +12,7 @@ from keras import ops
 
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
+from dp_keras_opt.optimizers import clip_norms
 from dp_keras_opt.optimizers.moments.base import Rule, SecondMoment
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ class Noiseless(SecondMoment):
             stacklevel=2,
         )
         self.scaled = bool(scaled)
+
+    def check(self, rule: Rule) -> None:
+        clip_norms.refuse_quantile(
+            rule.clip_norm,
+            "second_moment='noiseless'",
+            "it releases the mean of the clipped gradients without noise",
+        )
 
     def queries(self, rule: Rule) -> tuple[Query, ...]:
         queries = super().queries(rule)

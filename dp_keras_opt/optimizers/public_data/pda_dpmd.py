@@ -80,8 +80,7 @@ class PDADPMD(PrivateOptimizer, keras.optimizers.Optimizer):
         return (self.query(), Query(population="public"))
 
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
-        private = Release(0, "mean", noise_multiplier, self.noise)
-        return (private, Release(1, "public_mean", 0.0, self.noise))
+        return (self.mean_release(noise_multiplier), Release(1, "public_mean", 0.0, self.noise))
 
     def update(self, released: Sequence[Released]) -> None:
         done = ops.minimum(ops.cast(self.iterations, "float32") / self.steps, 1.0)

@@ -56,6 +56,8 @@ class SubspaceAdagrad(PrivateOptimizer, keras.optimizers.Optimizer):
 
     needs_public = True
 
+    _no_quantile = "it releases gradients and squares of them, each with the noise for itself"
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.01,
