@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.ledger import Ledger
+from dp_keras_opt.accounting.privacy_filters import PrivacyFilter
 from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.types import Accountant
@@ -14,7 +15,7 @@ def epsilon(
     sampling: Sampling,
     steps: int,
     delta: float,
-    accountant: Accountant = "auto",
+    accountant: Accountant | PrivacyFilter = "auto",
     exact: bool = False,
 ) -> float:
     """Epsilon of `steps` training steps.
@@ -26,7 +27,8 @@ def epsilon(
         delta: probability that the guarantee fails, in (0, 1); should be well below 1/n. 0 for
             optimizers with Laplace noise.
         accountant: "auto" (default), the smallest of the bounds that apply to all steps together;
-            "pld"; "rdp", which adds up pure epsilons for Laplace noise; or "pure".
+            "pld"; "rdp", which adds up pure epsilons for Laplace noise; "pure"; or a privacy filter,
+            such as `RenyiFilter`.
         exact: whether noise levels of a schedule are never rounded down (see `Ledger.epsilon`).
 
     Returns:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dp_keras_opt.accounting.events import MAX_DISTINCT, is_rounded, segment_event
 from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.accounting.privacy_filters import FilterBudget
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.checks import whole_number
@@ -44,6 +45,7 @@ class Segment:
         after: the `state` of each run that was over, short of what was planned of it, when this
             one began.
         plan: None, or the `Plan` that its noise was found for.
+        filter: None, or the budget of the privacy filter under which it ran.
     """
 
     run: str
@@ -57,6 +59,7 @@ class Segment:
     planned: float | None = None
     after: tuple = ()
     plan: Plan | None = None
+    filter: FilterBudget | None = None
 
     def __post_init__(self):
         whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
@@ -182,10 +185,11 @@ class Segment:
             "planned": _UNKNOWN if self.planned == math.inf else self.planned,
             "after": [list(state) for state in self.after],
         }
-        if self.plan is None:
-            del config["plan"]  # which libraries of before do not know
-        else:
-            config["plan"] = self.plan.get_config()
+        for name in ("plan", "filter"):
+            if config[name] is None:
+                del config[name]  # which libraries of before do not know
+            else:
+                config[name] = config[name].get_config()
         return config
 
     @classmethod
@@ -199,8 +203,8 @@ class Segment:
             }
             for release in config["releases"]
         ]
-        # Ledgers of before have no selections and no plans.
-        selection, plan = config.get("selection"), config.get("plan")
+        # Ledgers of before have no selections, no plans and no filters.
+        selection, plan, kept = map(config.get, ("selection", "plan", "filter"))
         read = {
             "releases": tuple(Release(**release) for release in releases),
             "schedule": NoiseSchedule.from_json(config["schedule"]),
@@ -209,5 +213,6 @@ class Segment:
             "planned": math.inf if config.get("planned") == _UNKNOWN else config.get("planned"),
             "after": tuple((run, steps) for run, steps in config.get("after", ())),
             "plan": plan and Plan.from_config(plan),
+            "filter": kept and FilterBudget.from_config(kept),
         }
         return cls(**config | read)
