@@ -12,7 +12,6 @@ import tensorflow as tf
 from dp_keras_opt import clipping, workers
 from dp_keras_opt.accounting.accountant import composable, epsilon_of
 from dp_keras_opt.accounting.budget import Budget
-from dp_keras_opt.accounting.privacy_filters import PrivacyFilter
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.deprecation import renamed_attribute
 from dp_keras_opt.model import DPModel
@@ -33,7 +32,8 @@ class PrivacyReport(keras.callbacks.Callback):
         delta: δ at which ε is stated, in (0, 1); choose it well below 1 / number of examples. None:
             that of the `PrivacyBudget`.
         every: also report every this many batches, None for epoch ends only.
-        accountant: "auto", "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure". Under a privacy filter "auto" is that filter,
+            and others are refused.
         sampling: the `Sampling` that is to be accounted, if it shall be checked against the data's.
 
     Guarantee: `epsilon` covers all private steps in the model's ledger, those of earlier `fit`
@@ -157,9 +157,7 @@ class PrivacyBudget(keras.callbacks.Callback):
         ValueError: an argument is out of range, or the filter has no such budget.
     """
 
-    def __init__(
-        self, epsilon: float, delta: float, accountant: Accountant | PrivacyFilter = "auto"
-    ) -> None:
+    def __init__(self, epsilon: float, delta: float, accountant: Accountant = "auto") -> None:
         super().__init__()
         self.budget = Budget(epsilon, delta, accountant)
 

@@ -137,7 +137,8 @@ def chosen(segments, accountant):
         return held.filter
     raise ValueError(
         f"accountant={str(accountant)!r} does not bound steps that ran under a privacy filter "
-        f"({held}), since they may have been chosen by looking at results. Leave accountant out."
+        f"({held}), since they may have been chosen by looking at results. Give that filter, or "
+        "leave accountant out."
     )
 
 

@@ -27,7 +27,7 @@ class Budget:
 
     epsilon: float
     delta: float
-    accountant: Accountant | PrivacyFilter = "auto"
+    accountant: Accountant = "auto"
     #: The last answer of `limit`, and what it depended on: the search takes seconds.
     _found: tuple[Any, int] = dataclasses.field(
         default=(None, 0), init=False, repr=False, compare=False

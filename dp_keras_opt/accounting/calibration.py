@@ -43,7 +43,7 @@ def calibrate(
     steps: int | None = None,
     epsilon: float | None = None,
     delta: float | None = None,
-    accountant: Accountant | PrivacyFilter = "auto",
+    accountant: Accountant = "auto",
     *,
     epochs: int | None = None,
     spent: Ledger | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.ledger import Ledger
-from dp_keras_opt.accounting.privacy_filters import PrivacyFilter
 from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.types import Accountant
@@ -15,7 +14,7 @@ def epsilon(
     sampling: Sampling,
     steps: int,
     delta: float,
-    accountant: Accountant | PrivacyFilter = "auto",
+    accountant: Accountant = "auto",
     exact: bool = False,
 ) -> float:
     """Epsilon of `steps` training steps.

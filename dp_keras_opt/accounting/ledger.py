@@ -16,7 +16,7 @@ from dp_keras_opt.accounting import versions
 from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
 from dp_keras_opt.accounting.plan import Plan
-from dp_keras_opt.accounting.privacy_filters import FilterBudget, PrivacyFilter, admit
+from dp_keras_opt.accounting.privacy_filters import FilterBudget, admit
 from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
@@ -302,9 +302,7 @@ class Ledger:
         if self._current.breaks_off and not self._pending:
             self.close()
 
-    def epsilon(
-        self, delta: float, accountant: Accountant | PrivacyFilter = "auto", exact: bool = False
-    ) -> float:
+    def epsilon(self, delta: float, accountant: Accountant = "auto", exact: bool = False) -> float:
         """Epsilon of all steps at `delta`, as if they had been fixed beforehand.
 
         See `accountant.epsilon_of`. Of steps under a privacy filter it is what they spent, by its
@@ -312,9 +310,7 @@ class Ledger:
         """
         return accountants.epsilon_of(self.segments, delta, accountant, exact)
 
-    def epsilon_as_planned(
-        self, delta: float, accountant: Accountant | PrivacyFilter = "auto"
-    ) -> float:
+    def epsilon_as_planned(self, delta: float, accountant: Accountant = "auto") -> float:
         """Epsilon of what was planned, at least that of the steps that ran.
 
         It is the guarantee where a stop may have looked at results, as early stopping does. Where
@@ -347,7 +343,7 @@ class Ledger:
         return risk_of(self.segments, accountant)
 
     def affordable_steps(
-        self, epsilon: float, delta: float, accountant: Accountant | PrivacyFilter = "auto"
+        self, epsilon: float, delta: float, accountant: Accountant = "auto"
     ) -> int:
         """How many further steps of the current segment keep within the budget.
 

@@ -31,7 +31,7 @@ class Plan:
     steps: int
     epsilon: float
     delta: float
-    accountant: Accountant | PrivacyFilter = "rdp"
+    accountant: Accountant = "rdp"
     num_trainings: int = 1
     noise_multiplier: float | None = None
 

@@ -5,8 +5,8 @@ makes what is spent a random number, and no accountant of fixed steps bounds tha
 Rényi divergences at the order that turns out best. What is proved are sums that are held against a
 limit which is fixed beforehand, and which end the training before they exceed it:
 
-- Rényi divergences at *one* order α that is fixed beforehand (Feldman and Zrnic, theorem 3.1);
-- μ² of steps that each are μ-Gaussian differentially private (Smith and Thakurta, theorem 1).
+- Rényi divergences at *one* order α that is fixed beforehand (Feldman and Zrnic; Lécuyer);
+- μ² of steps that each are μ-Gaussian differentially private (Smith and Thakurta).
 
 The guarantee is the limit, not what was spent. The same sums of loss distributions are no filter
 (Tran, Koskela, Räisä and Honkela).
@@ -138,11 +138,11 @@ class PrivacyFilter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def noise_multiplier(self, limit: float) -> float:
+    def _noise_multiplier(self, limit):
         """That of one Gaussian release whose sum is this."""
 
     @abc.abstractmethod
-    def epsilon_of_gaussian(self, noise_multiplier: float, delta: float) -> float:
+    def _epsilon_of_gaussian(self, noise_multiplier, delta):
         """ε at δ of one Gaussian release, by this sum."""
 
     def get_config(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class RenyiFilter(PrivacyFilter):
         ValueError: the order is no such number.
 
     Reference: Feldman and Zrnic, "Individual privacy accounting via a Rényi filter", NeurIPS 2021,
-    arXiv:2008.11193, theorem 3.1.
+    arXiv:2008.11193.
     """
 
     order: float
@@ -254,10 +254,10 @@ class RenyiFilter(PrivacyFilter):
         # Up to the latter divergence the total variation alone gives ε = 0.
         return max(epsilon - conversion, -math.log1p(-(delta**2)))
 
-    def noise_multiplier(self, limit: float) -> float:
+    def _noise_multiplier(self, limit):
         return math.sqrt(self.order / (2 * limit))
 
-    def epsilon_of_gaussian(self, noise_multiplier: float, delta: float) -> float:
+    def _epsilon_of_gaussian(self, noise_multiplier, delta):
         accountant = dp_accounting.rdp.RdpAccountant([self.order])
         event = dp_accounting.GaussianDpEvent(noise_multiplier)
         return float(accountant.compose(event).get_epsilon(delta))
@@ -282,7 +282,7 @@ class GaussianFilter(PrivacyFilter):
     is for full batches and for shuffled or fixed epochs, with independent or correlated noise.
 
     Reference: Smith and Thakurta, "Fully adaptive composition for Gaussian differential privacy",
-    2022, arXiv:2210.17520, theorem 1.
+    2022, arXiv:2210.17520.
     """
 
     kind: ClassVar[str] = "gaussian"
@@ -298,15 +298,15 @@ class GaussianFilter(PrivacyFilter):
     def _epsilon(self, segments, delta, max_distinct, optimistic):
         events = [segment.event(max_distinct, optimistic) for segment in segments]
         squared_mu = sum(map(_squared_mu, events))
-        return self.epsilon_of_gaussian(squared_mu**-0.5 if squared_mu else math.inf, delta)
+        return self._epsilon_of_gaussian(squared_mu**-0.5 if squared_mu else math.inf, delta)
 
     def limit(self, epsilon: float, delta: float) -> float:
         return float(dp_accounting.get_sigma_gaussian(epsilon, delta)) ** -2
 
-    def noise_multiplier(self, limit: float) -> float:
+    def _noise_multiplier(self, limit):
         return limit**-0.5
 
-    def epsilon_of_gaussian(self, noise_multiplier: float, delta: float) -> float:
+    def _epsilon_of_gaussian(self, noise_multiplier, delta):
         return float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
 
     def __str__(self):
@@ -372,7 +372,7 @@ class FilterBudget:
     @property
     def noise_multiplier(self) -> float:
         """That of one Gaussian release that reaches the limit."""
-        return self.filter.noise_multiplier(self.filter.limit(self.epsilon, self.delta))
+        return self.filter._noise_multiplier(self.filter.limit(self.epsilon, self.delta))
 
     def loss_distribution(self) -> PrivacyLossDistribution | None:
         """That of the guarantee, where it is that of one Gaussian release; else None."""
@@ -390,7 +390,7 @@ class FilterBudget:
         """ε that is guaranteed at another δ: of the limit, whatever the steps were."""
         if delta == self.delta:
             return self.epsilon
-        return self.filter.epsilon_of_gaussian(self.noise_multiplier, delta)
+        return self.filter._epsilon_of_gaussian(self.noise_multiplier, delta)
 
     def get_config(self) -> dict[str, Any]:
         """All of it, as JSON-able values."""

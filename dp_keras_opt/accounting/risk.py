@@ -24,6 +24,7 @@ from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.privacy_filters import kept_filter
 from dp_keras_opt.accounting.trade_off import TradeOff, of_losses, of_pairs
 from dp_keras_opt.checks import is_number, whole_number
+from dp_keras_opt.types import Accountant
 
 #: At these δ a training without a loss distribution is asked for its ε.
 DELTAS = tuple(10.0**-k for k in range(1, 13))
@@ -216,7 +217,7 @@ class Risk:
         return remarks
 
 
-def risk_of(segments: Sequence[Any], accountant: str = "auto") -> Risk:
+def risk_of(segments: Sequence[Any], accountant: Accountant = "auto") -> Risk:
     """The `Risk` of segments that compose to one guarantee; see `Ledger.risk`."""
     segments = [segment for segment in segments if segment.steps]
     if not segments:
