@@ -33,12 +33,14 @@ class PrivacyReport(keras.callbacks.Callback):
         delta: δ at which ε is stated, in (0, 1); choose it well below 1 / number of examples. None:
             that of the `PrivacyBudget`.
         every: also report every this many batches, None for epoch ends only.
-        accountant: "auto", "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure". Under a privacy filter "auto" is that filter,
+            and others are refused.
         sampling: the `Sampling` that is to be accounted, if it shall be checked against the data's.
 
     Guarantee: `epsilon` covers all private steps in the model's ledger, those of earlier `fit`
     calls and of a loaded model included, as if their number had been fixed beforehand (see
-    `epsilon`). The other figures in the logs (loss, metrics) are computed
+    `epsilon`). Under a privacy filter it is what its sum says was spent; the guarantee is the
+    budget. The other figures in the logs (loss, metrics) are computed
     from raw data and are not private.
     """
 
@@ -118,8 +120,8 @@ class PrivacyReport(keras.callbacks.Callback):
         """ε of all steps in the model's ledger as it is now, at `delta`; 0.0 before the first.
 
         It takes the number of steps that ran as fixed. After a stop that may have looked at
-        results, as early stopping does, the guarantee is that of the plan: `statement` has it, and
-        `model.ledger.epsilon_as_planned(delta)`.
+        results, as early stopping does, the guarantee is that of the plan, and under a privacy
+        filter that of its budget: `statement` has it, and `model.ledger.epsilon_as_planned(delta)`.
         """
         if self.model is None:
             return 0.0
@@ -152,10 +154,12 @@ class PrivacyBudget(keras.callbacks.Callback):
     Args:
         epsilon: ε ≥ 0, the most that may be spent over all of the model's training.
         delta: δ in (0, 1).
-        accountant: "auto", "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure"; or a privacy filter (`accounting.RenyiFilter`,
+            `accounting.GaussianFilter`), so that noise, batches and steps may be chosen after
+            looking at results. Then it must be given from the first `fit` on, and the same to all.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the filter has no such budget.
     """
 
     def __init__(self, epsilon: float, delta: float, accountant: Accountant = "auto") -> None:

@@ -386,8 +386,8 @@ class DPModel(keras.Model):
         in_all = _product(last, steps_of_epoch) + overhang
         found = self._settle_noise(callbacks, sampling, planned + overhang, budget, in_all)
         guard.sample_as(self, sampling, taken.order_seed)
+        guard.budget = budget  # a run keeps its privacy filter
         guard.begin_run(self)
-        guard.budget = budget
         before = steps_taken(optimizer)
         if taken.is_chosen and planned and not before:
             fit_data.warn_of_choice(sampling, optimizer, planned, budget, callbacks)

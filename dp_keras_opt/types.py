@@ -6,8 +6,20 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import keras
 
-#: How ε is computed; see `accounting.epsilon`.
-Accountant: TypeAlias = Literal["auto", "rdp", "pld", "pure"]
+
+class Filter(Protocol):
+    """A privacy filter: `accounting.RenyiFilter` or `accounting.GaussianFilter`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def get_config(self) -> dict[str, Any]: ...
+
+    def limit(self, epsilon: float, delta: float) -> float: ...
+
+
+#: How ε is computed; see `accounting.epsilon`, and for choices `accounting.RenyiFilter`.
+Accountant: TypeAlias = Literal["auto", "rdp", "pld", "pure"] | Filter
 
 #: Which data sets are neighbours; see `accounting.Sampling`.
 Adjacency: TypeAlias = Literal["add_or_remove_one", "zero_out", "replace_one"]

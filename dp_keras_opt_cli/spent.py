@@ -90,4 +90,5 @@ def _segment(segment):
             for release in segment.releases
         ],
         "sampling": segment.sampling.get_config(),
+        "privacy_filter": segment.filter and segment.filter.get_config(),
     }

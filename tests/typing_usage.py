@@ -44,6 +44,9 @@ def trained(model: keras.Model, optimizer: dp.optimizers.PrivateOptimizer, train
     private.ledger = dp.accounting.Ledger(pathlib.Path("spent.jsonl"))
     report = dp.callbacks.PrivacyReport(delta=1e-6, every=None)
     budget = dp.callbacks.PrivacyBudget(epsilon=2.0, delta=1e-6, accountant="rdp")
+    renyi = dp.accounting.RenyiFilter.planned(optimizer, train, 100, epsilon=2.0, delta=1e-6)
+    dp.callbacks.PrivacyBudget(2.0, 1e-6, accountant=renyi)
+    dp.callbacks.PrivacyBudget(2.0, 1e-6, accountant=dp.accounting.GaussianFilter())
     private.fit(train, epochs=5, callbacks=[report, budget, dp.callbacks.OptimizerReport()])
     spent: float = report.epsilon
     lower, upper = private.ledger.epsilon_bracket(1e-6)
@@ -133,6 +136,7 @@ def wrong(optimizer: dp.optimizers.DPSGD, train: dp.data.Batches) -> None:
     dp.optimizers.DPAdam(0.1, clip_norm=1.0, batch_size=8.5)  # type: ignore[arg-type]
     dp.data.poisson_batches(None, batch_sizes=8)  # type: ignore[call-arg]
     dp.callbacks.PrivacyBudget(2.0, delta=None)  # type: ignore[arg-type]
+    dp.accounting.RenyiFilter(order=None)  # type: ignore[arg-type]
     dp.filters.LowPass.preset(1)  # type: ignore[arg-type]
     optimizer.noise_multiplier + 1  # type: ignore[operator]
     optimizer.batch_size + 1  # type: ignore[operator]

@@ -8,6 +8,7 @@ from dp_keras_opt.accounting.forecast import epsilon, statement
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.noise_planner import NoiseChoice, NoisePlan, plan_noise
 from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.accounting.privacy_filters import GaussianFilter, RenyiFilter
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.risk import Risk
 from dp_keras_opt.accounting.sampling import Sampling
@@ -23,11 +24,13 @@ __getattr__ = renamed_names(__name__, _MOVED)
 __all__ = [
     "BatchSizes",
     "Budget",
+    "GaussianFilter",
     "Ledger",
     "NoiseChoice",
     "NoisePlan",
     "Plan",
     "RandomRepetitions",
+    "RenyiFilter",
     "Risk",
     "Sampling",
     "affordable_batch_size",

@@ -17,10 +17,13 @@ from typing import NamedTuple
 import dp_accounting
 from scipy import optimize
 
+from dp_keras_opt.accounting.early_stops import scenarios
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.loss_distributions import LossDistributionAccountant
+from dp_keras_opt.accounting.privacy_filters import PrivacyFilter, common_filter, kept_filter
 from dp_keras_opt.accounting.pure import PureAccountant
 from dp_keras_opt.accounting.random_allocation import UnamplifiedRdpAccountant
+from dp_keras_opt.accounting.replace_one import ProvedRdpAccountant
 from dp_keras_opt.checks import is_number
 
 _ACCOUNTANTS = ("auto", "rdp", "pld", "pure")
@@ -68,15 +71,6 @@ def make_accountant(name, sampling):
     )
 
 
-class _ProvedRdpAccountant(UnamplifiedRdpAccountant):
-    """RDP for "replace_one", without what is not proved: amplification by Poisson sampling."""
-
-    def _maybe_compose(self, event, count, do_compose):
-        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-            event = event.event
-        return super()._maybe_compose(event, count, do_compose)
-
-
 def epsilon_of(segments, delta, accountant="auto", exact=False):
     """Epsilon of the composition of `segments` at `delta`.
 
@@ -97,16 +91,55 @@ def epsilon_of(segments, delta, accountant="auto", exact=False):
         ValueError: delta is not a number in (0, 1), the accountant is unknown or cannot price
             the noise or the sampling, or the segments do not share adjacency and unit.
     """
-    segments = [segment for segment in segments if segment.steps]
+    segments, accountant = _spent(segments, accountant)
     check_delta(delta, segments, accountant)
     return compose(segments, delta, accountant, None if exact else MAX_DISTINCT)
 
 
 def price_of(segments, delta, accountant="auto"):
     """What `epsilon_of` gives, as a `Price`."""
-    segments = [segment for segment in segments if segment.steps]
+    segments, accountant = _spent(segments, accountant)
     check_delta(delta, segments, accountant)
     return price(segments, delta, accountant)
+
+
+def _spent(segments, accountant):
+    """The segments with steps, and the accountant for them, which those without may have set."""
+    segments = list(segments)
+    return [segment for segment in segments if segment.steps], chosen(segments, accountant)
+
+
+def promised(segments, delta, accountant="auto"):
+    """The `Price` that is guaranteed where results may have decided when to stop.
+
+    That of the budget of a privacy filter, which covers all other choices, too; else of the
+    dearest that was planned.
+    """
+    segments, accountant = _spent(segments, accountant)
+    kept = kept_filter(segments)
+    if kept is not None:
+        check_delta(delta, segments, accountant)
+        return Price(kept.epsilon_at(delta), (str(kept.filter),), (str(kept.filter),))
+    prices = (price_of(each, delta, accountant) for each in scenarios(segments))
+    return max(prices, key=lambda each: each.epsilon)
+
+
+def chosen(segments, accountant):
+    """The accountant of these segments: that of the privacy filter, if they ran under one.
+
+    Raises:
+        ValueError: they did, and another accountant was asked for.
+    """
+    held = common_filter(segments)
+    if held is None or accountant == held.filter:
+        return accountant
+    if accountant == "auto":  # the smallest bound that is proved, and no other one is
+        return held.filter
+    raise ValueError(
+        f"accountant={str(accountant)!r} does not bound steps that ran under a privacy filter "
+        f"({held}), since they may have been chosen by looking at results. Give that filter, or "
+        "leave accountant out."
+    )
 
 
 def epsilon_bracket(segments, delta, accountant="auto"):
@@ -156,7 +189,8 @@ class Price(NamedTuple):
 
     Attributes:
         epsilon: an upper bound.
-        accountants: the names of the accountants that gave it, "rdp", "pld" or "pure".
+        accountants: the names of the accountants that gave it, "rdp", "pld" or "pure", or the
+            privacy filter in words.
         asked: of which accountants it is the smallest.
     """
 
@@ -179,7 +213,11 @@ def price(segments, delta, accountant="auto", max_distinct=MAX_DISTINCT, optimis
     """
     _check_name(accountant)
     check_composable(segments)
+    accountant = chosen(segments, accountant)
     with quiet():
+        if isinstance(accountant, PrivacyFilter):
+            epsilon = accountant.epsilon(segments, delta, max_distinct, optimistic)
+            return Price(epsilon, (str(accountant),), (str(accountant),))
         if accountant != "auto":
             return _priced_by(accountant, segments, delta, max_distinct, optimistic)
         return _smallest(segments, delta, max_distinct, optimistic)
@@ -246,7 +284,7 @@ def _priced_by(accountant, segments, delta, max_distinct, optimistic, is_proved=
         if key not in accountants:
             accountants[key] = make_accountant(name, segment.sampling)
             if is_proved and name == "rdp" and segment.sampling.adjacency == "replace_one":
-                accountants[key] = _ProvedRdpAccountant(neighboring_relation=relation)
+                accountants[key] = ProvedRdpAccountant(neighboring_relation=relation)
         try:
             accountants[key].compose(segment.event(max_distinct, optimistic))
         except dp_accounting.UnsupportedEventError as error:
@@ -281,8 +319,11 @@ def affordable_steps(past, current, limit, epsilon, delta, accountant="auto"):
 
     See `Ledger.affordable_steps`; `past` are the segments before it.
     """
+    accountant = chosen([*past, current], accountant)
     check_budget(epsilon, delta, accountant, (*past, current))
     past = [segment for segment in past if segment.steps]
+    # The limit of a privacy filter is the guarantee, so that nothing may exceed it.
+    tolerance = 0.0 if isinstance(accountant, PrivacyFilter) else _TOLERANCE
 
     if math.isinf(epsilon):
         return limit
@@ -294,7 +335,7 @@ def affordable_steps(past, current, limit, epsilon, delta, accountant="auto"):
         nonlocal fit, too_many
         longer = dataclasses.replace(current, steps=current.steps + more)
         found = compose([*past, longer], delta, accountant)
-        if found <= epsilon * (1 + _TOLERANCE):
+        if found <= epsilon * (1 + tolerance):
             fit = max(fit, more)
         else:
             too_many = more if too_many is None else min(too_many, more)
@@ -322,8 +363,13 @@ def affordable_steps(past, current, limit, epsilon, delta, accountant="auto"):
 
 
 def _check_name(name):
+    if isinstance(name, PrivacyFilter):
+        return
     if not isinstance(name, str) or name not in _ACCOUNTANTS:
-        raise ValueError(f"accountant must be one of {list(_ACCOUNTANTS)}; received {name!r}.")
+        raise ValueError(
+            f"accountant must be one of {list(_ACCOUNTANTS)}, or a privacy filter "
+            f"(RenyiFilter(order), GaussianFilter()); received {name!r}."
+        )
 
 
 @contextlib.contextmanager

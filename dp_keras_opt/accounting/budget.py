@@ -7,6 +7,7 @@ from typing import Any
 
 from dp_keras_opt.accounting.accountant import check_budget
 from dp_keras_opt.accounting.ledger import Ledger
+from dp_keras_opt.accounting.privacy_filters import FilterBudget, PrivacyFilter
 from dp_keras_opt.types import Accountant
 
 
@@ -17,10 +18,11 @@ class Budget:
     Args:
         epsilon: ε ≥ 0, or infinite.
         delta: δ in (0, 1); 0 with Laplace noise.
-        accountant: "auto", "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure"; or a privacy filter (`RenyiFilter`,
+            `GaussianFilter`), whose budget holds whatever results decide about the steps to come.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the filter has no such budget.
     """
 
     epsilon: float
@@ -34,6 +36,14 @@ class Budget:
     def __post_init__(self):
         check_budget(self.epsilon, self.delta, self.accountant)
         self.epsilon, self.delta = float(self.epsilon), float(self.delta)  # as JSON takes them
+        _ = self.filter  # which refuses a budget that it cannot keep
+
+    @property
+    def filter(self) -> FilterBudget | None:
+        """What a ledger keeps of it, if the accountant is a privacy filter; else None."""
+        if not isinstance(self.accountant, PrivacyFilter):
+            return None
+        return FilterBudget(self.accountant, self.epsilon, self.delta)
 
     def affords(self, ledger: Ledger, steps: int) -> bool:
         """Whether this many further steps of the ledger's current segment keep the budget.
@@ -65,4 +75,5 @@ class Budget:
         return ledger.current
 
     def __str__(self):
-        return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
+        by = f", by a {self.accountant}" if isinstance(self.accountant, PrivacyFilter) else ""
+        return f"ε = {self.epsilon:g} at δ = {self.delta:g}{by}"

@@ -10,11 +10,18 @@ from typing import Any
 
 from scipy import optimize
 
-from dp_keras_opt.accounting.accountant import check_delta, compose, make_accountant, quiet
+from dp_keras_opt.accounting.accountant import (
+    check_delta,
+    chosen,
+    compose,
+    make_accountant,
+    quiet,
+)
 from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.accounting.privacy_filters import PrivacyFilter
 from dp_keras_opt.accounting.protocols import Optimizer, SampledBatches
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
@@ -58,7 +65,8 @@ def calibrate(
             batches, or of the sampling.
         epsilon: the budget at `delta`, positive and finite.
         delta: probability that the guarantee fails, in (0, 1); 0 with Laplace noise.
-        accountant: "auto", "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld" or "pure"; or a privacy filter, by which a budget is kept
+            whatever results decide (`RenyiFilter`, `GaussianFilter`).
         spent: None, or a `Ledger` of what was spent before: the budget is for all of it together.
         num_trainings: how many such trainings on the same data the budget is for, all of them
             published.
@@ -81,7 +89,9 @@ def calibrate(
     _check_budget(epsilon)
     optimizer.settle(sampling, steps)
     check_sampling(optimizer, sampling)
-    if accountant != "auto":
+    past = [each for each in spent.of_data_set() if each.steps] if spent else []
+    accountant = chosen(past, accountant)
+    if not (accountant == "auto" or isinstance(accountant, PrivacyFilter)):
         make_accountant(accountant, sampling)  # refuses what cannot be priced, before the search
     private = [release for release in optimizer.releases_for(1.0) if not release.is_public]
     if any(release.multiplier == 0 for release in private):
@@ -89,11 +99,13 @@ def calibrate(
             f"epsilon={epsilon} cannot be met: the optimizer releases a statistic without noise, "
             "whatever its noise_multiplier. Choose another second_moment."
         )
-    past = [each for each in spent.of_data_set() if each.steps] if spent else []
     trainings = _Trainings(optimizer, sampling, steps, num_trainings, selection)
     dataclasses.replace(trainings.segment(1.0), steps=0).check_end(steps)
     check_delta(delta, [trainings.segment(1.0)], accountant)
     assert epsilon is not None and delta is not None  # they were checked; for the type checker
+    if isinstance(accountant, PrivacyFilter):
+        accountant.check([*past, trainings.segment(1.0)])
+        accountant.limit(epsilon, delta)
     with quiet():
         multiplier = _least(trainings, past, epsilon, delta, accountant)
     warn_of_cap(trainings.segment(multiplier), delta, stacklevel=4)  # it is decorated
@@ -102,6 +114,28 @@ def calibrate(
         sampling, steps, float(epsilon), float(delta), accountant, num_trainings, multiplier
     )
     return multiplier
+
+
+def planned_segment(
+    optimizer: Optimizer,
+    sampling: Sampling | SampledBatches,
+    steps: int,
+    epsilon: float,
+    delta: float,
+) -> Segment:
+    """The `Segment` of a training, with the least noise by RDP where the optimizer has none.
+
+    Args:
+        optimizer, sampling, steps, epsilon, delta: as for `calibrate`; the optimizer is left as it
+            is.
+
+    Raises:
+        ValueError: as `calibrate`.
+    """
+    copy: Any = type(optimizer).from_config(optimizer.get_config())  # type: ignore[attr-defined]
+    if copy.noise_multiplier is None:
+        calibrate(copy, sampling, steps, epsilon, delta, "rdp")
+    return Ledger.of(copy, _sampling_of(sampling), steps).segments[0]
 
 
 def _sampling_of(batches) -> Sampling:

@@ -26,7 +26,8 @@ def epsilon(
         delta: probability that the guarantee fails, in (0, 1); should be well below 1/n. 0 for
             optimizers with Laplace noise.
         accountant: "auto" (default), the smallest of the bounds that apply to all steps together;
-            "pld"; "rdp", which adds up pure epsilons for Laplace noise; or "pure".
+            "pld"; "rdp", which adds up pure epsilons for Laplace noise; "pure"; or a privacy
+            filter, such as `RenyiFilter`.
         exact: whether noise levels of a schedule are never rounded down (see `Ledger.epsilon`).
 
     Returns:

@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 from dp_keras_opt.accounting.accountant import epsilon_of
+from dp_keras_opt.accounting.privacy_filters import kept_filter
 
 #: Of dp_accounting, which older versions lack.
 _Mixture = getattr(dp_accounting.dp_event, "MixtureOfGaussiansDpEvent", None)
@@ -39,7 +40,7 @@ def group_epsilon(segments, size, delta, accountant="auto"):
     Where units are drawn by Poisson sampling, or all releases count in full, and noise is Gaussian,
     the release on a group is priced as a whole, by privacy loss distributions: with all units or
     with none. As nothing smaller is true of it, the guarantee for one unit, taken `size` times at a
-    smaller delta, is asked only elsewhere.
+    smaller delta, is asked only elsewhere, and of the budget of a privacy filter that was kept.
 
     Args:
         segments: as for `accountant.epsilon_of`.
@@ -51,6 +52,9 @@ def group_epsilon(segments, size, delta, accountant="auto"):
         `GroupEpsilon`.
     """
     segments = [segment for segment in segments if segment.steps]
+    kept = kept_filter(segments)
+    if kept is not None:
+        return GroupEpsilon(_one_by_one(kept.epsilon_at, size, delta), is_joint=False)
     if delta > 0:
         try:
             whole = _whole_group(segments, size, delta)
@@ -59,7 +63,13 @@ def group_epsilon(segments, size, delta, accountant="auto"):
         if whole < math.inf:
             is_joint = any(segment.sampling.is_amplified for segment in segments)
             return GroupEpsilon(whole, is_joint)
-    return GroupEpsilon(_one_by_one(segments, size, delta, accountant), is_joint=False)
+    if accountant != "pld" and all(segment.is_pure for segment in segments):
+        return GroupEpsilon(size * epsilon_of(segments, 0.0, accountant), is_joint=False)
+
+    def of_one(delta):
+        return epsilon_of(segments, delta, accountant)
+
+    return GroupEpsilon(_one_by_one(of_one, size, delta), is_joint=False)
 
 
 def group_privacy(epsilon, delta, size):
@@ -77,13 +87,16 @@ def group_privacy(epsilon, delta, size):
     return size * epsilon, min(delta * growth, 1.0)
 
 
-def _one_by_one(segments, size, delta, accountant):
-    """`group_privacy` with the largest delta for one unit that keeps that of the group."""
-    if accountant != "pld" and all(segment.is_pure for segment in segments):
-        return size * epsilon_of(segments, 0.0, accountant)
+def _one_by_one(of_one, size, delta):
+    """`group_privacy` with the largest delta for one unit that keeps that of the group.
+
+    Args:
+        of_one: function of a delta that gives the epsilon of one unit.
+        size, delta: of the group.
+    """
 
     def of_group(log_delta):
-        found = epsilon_of(segments, math.exp(log_delta), accountant)
+        found = of_one(math.exp(log_delta))
         return group_privacy(found, math.exp(log_delta), size)
 
     # The first is too large, and each is followed by what would do if epsilon stayed as it is.

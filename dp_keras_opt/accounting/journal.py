@@ -119,14 +119,14 @@ class Journal:
         """Has the file know of the next steps of a segment, and of some more.
 
         So that not each step waits for the disk, 1% of the steps so far are reserved ahead, but
-        not past the segment's end.
+        not past the segment's end; none under a privacy filter, whose limit they could exceed.
 
         Raises:
             OSError, RuntimeError: as `append`.
         """
         needed = segment.steps + steps
         if not self.knows(segment.run) or self._told[segment.run][0] < needed:
-            ahead = min(needed // 100, segment.end[0] - steps)
+            ahead = 0 if segment.filter else min(needed // 100, segment.end[0] - steps)
             self.record(dataclasses.replace(segment, steps=needed + ahead), "reserved")
 
     def append(self, run, **content):

@@ -13,10 +13,10 @@ from typing import Any
 from dp_keras_opt import deprecation
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting import versions
-from dp_keras_opt.accounting.early_stops import scenarios
 from dp_keras_opt.accounting.events import step_event
 from dp_keras_opt.accounting.journal import Journal, read
 from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.accounting.privacy_filters import FilterBudget, admit, common_filter
 from dp_keras_opt.accounting.privacy_statement import statement
 from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
@@ -147,6 +147,7 @@ class Ledger:
         run: str | None = None,
         selection: RandomRepetitions | None = None,
         plan: Plan | None = None,
+        filter: FilterBudget | None = None,
     ) -> None:
         """Starts a new segment, to which the next steps belong.
 
@@ -159,9 +160,11 @@ class Ledger:
             run: name of the segment, if several processes record the same one; default: fresh.
             selection: None, or the `RandomRepetitions` of which this run was the best.
             plan: None, or the `Plan` that its noise was found for.
+            filter: None, or `Budget.filter`, of a budget that is kept by a privacy filter.
 
         Raises:
-            ValueError: an argument is of the wrong type.
+            ValueError: an argument is of the wrong type; the filter is not that of the steps
+                before, or cannot price these.
             RuntimeError: the ledger has given up its file.
         """
         if self._unlocked is not None:
@@ -179,28 +182,41 @@ class Ledger:
             first_step=first_step,
             selection=selection,
             plan=plan,
+            filter=filter,
             after=tuple(sorted(s.state for s in self.segments if s.planned_steps > s.steps > 0)),
         )
         step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
         sampling.check_releases(segment.releases)
+        admit(self.of_data_set(segment.data_set), segment)
         self.close()
         self._current = segment
 
     def enter(self, segment: Segment) -> None:
         """Counts what is about to be released beside the training, once and as a whole.
 
-        The run that goes on is not interrupted by it.
+        The run that goes on is not interrupted by it. Under a privacy filter, the release keeps its
+        budget, too.
 
         Args:
             segment: a `Segment` of another run than those that the ledger knows.
 
         Raises:
-            ValueError: its noise cannot be accounted, or the ledger knows its run.
+            ValueError: its noise cannot be accounted, the ledger knows its run, or what is left of
+                the budget of a privacy filter does not allow it.
         """
         if any(known.run == segment.run for known in self.segments):
             raise ValueError(f"Run {segment.run} is in the ledger already. Enter a release once.")
         step_event(segment.releases, segment.sampling.noise_adjacency)
         segment.sampling.check_releases(segment.releases)
+        before = [known for known in self.of_data_set(segment.data_set) if known.steps]
+        if segment.filter is None:
+            segment = dataclasses.replace(segment, filter=common_filter(before))
+        admit(before, segment)
+        if segment.filter is not None and not segment.filter.is_kept([*before, segment]):
+            raise ValueError(
+                f"The release would exceed the budget of the privacy filter ({segment.filter}). "
+                "Release it with more noise, or not at all."
+            )
         self.absorb(Ledger.of_segments([segment]))
 
     def segment(self, run: str, steps: int) -> Segment:
@@ -325,17 +341,21 @@ class Ledger:
         exact: bool = False,
         data_set: str = TRAINING,
     ) -> float:
-        """Epsilon of all that was released of a data set; see `accountant.epsilon_of`."""
+        """Epsilon of all that was released of a data set, as if it had been fixed beforehand.
+
+        See `accountant.epsilon_of`. Of steps under a privacy filter it is what they spent, by its
+        sum; the guarantee is `epsilon_as_planned`.
+        """
         return accountants.epsilon_of(self.of_data_set(data_set), delta, accountant, exact)
 
     def epsilon_as_planned(self, delta: float, accountant: Accountant = "auto") -> float:
         """Epsilon of what was planned, at least that of the steps that ran.
 
         It is the guarantee where a stop may have looked at results, as early stopping does. Where
-        how many steps were planned is not known, those that ran count.
+        how many steps were planned is not known, those that ran count. Steps that kept the budget
+        of a privacy filter have the guarantee of that budget, whatever results decided.
         """
-        segments = [segment for segment in self.of_data_set() if segment.steps]
-        return max(accountants.epsilon_of(each, delta, accountant) for each in scenarios(segments))
+        return accountants.promised(self.of_data_set(), delta, accountant).epsilon
 
     def epsilon_bracket(self, delta: float, accountant: Accountant = "auto") -> tuple[float, float]:
         """(lower, upper): `epsilon` is the upper one; with `exact=True` it would lie between.
@@ -349,7 +369,7 @@ class Ledger:
 
         From the whole distribution of privacy losses, which says more than ε at one δ; where there
         is none, or with "rdp" and "pure", from ε at several δ. Of what was planned, where results
-        may have stopped the training.
+        may have stopped the training; of the budget of a privacy filter that was kept.
 
         Returns:
             `accounting.Risk`, which has the figures as methods; print it for a summary.
@@ -368,7 +388,7 @@ class Ledger:
         Args:
             epsilon: the budget, a number >= 0 or infinite.
             delta: as in `epsilon`.
-            accountant: "auto", "rdp", "pld" or "pure".
+            accountant: "auto", "rdp", "pld", "pure" or a privacy filter.
 
         Returns:
             The largest n such that the epsilon of all steps and n more is at most the budget;
@@ -404,6 +424,8 @@ class Ledger:
     def absorb(self, other: Ledger) -> None:
         """Does as `merge`, but goes on with the current segment, unless `other` knows more of it.
 
+        Nor does it go on beside steps that did not run under the same privacy filter.
+
         Raises:
             ValueError: as `merge`.
         """
@@ -416,7 +438,12 @@ class Ledger:
                 _check_same(own, segment)
             if segment.steps and (own is None or _progress(own) < _progress(segment)):
                 known[segment.run] = new[segment.run] = segment
-        if self._current and self._current.run in new:
+        current = self._current
+        if current and any(
+            segment.run == current.run
+            or (segment.data_set == current.data_set and segment.filter != current.filter)
+            for segment in new.values()
+        ):
             self.close()
         kept = {segment.run: segment for segment in self._closed}
         self._closed = list((kept | new).values())

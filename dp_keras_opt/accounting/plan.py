@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from dp_keras_opt.accounting.privacy_filters import PrivacyFilter
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.types import Accountant
 
@@ -21,7 +22,7 @@ class Plan:
         steps: number of training steps.
         epsilon: the budget at `delta`, for all that was planned together.
         delta: probability that the guarantee fails.
-        accountant: "auto", "rdp", "pld" or "pure".
+        accountant: "auto", "rdp", "pld", "pure" or a privacy filter.
         num_trainings: how many such trainings the budget is for.
         noise_multiplier: σ that was found for it; None where it is not found yet.
     """
@@ -36,9 +37,15 @@ class Plan:
 
     def get_config(self) -> dict[str, Any]:
         """The attributes, as JSON-able values."""
-        return vars(self) | {"sampling": self.sampling.get_config()}
+        config = vars(self) | {"sampling": self.sampling.get_config()}
+        if isinstance(self.accountant, PrivacyFilter):
+            config["accountant"] = self.accountant.get_config()
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Plan:
         """The plan with these attributes."""
-        return cls(**config | {"sampling": Sampling.from_config(config["sampling"])})
+        read: dict[str, Any] = {"sampling": Sampling.from_config(config["sampling"])}
+        if isinstance(config.get("accountant"), dict):
+            read["accountant"] = PrivacyFilter.from_config(config["accountant"])
+        return cls(**config | read)

@@ -11,10 +11,12 @@ from dp_keras_opt.accounting.accountant import (
     composable,
     lower_bound,
     price_of,
+    promised,
 )
 from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.groups import group_epsilon
+from dp_keras_opt.accounting.privacy_filters import FilterBudget, kept_filter
 from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of
 from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import whole_number
@@ -65,7 +67,8 @@ def statement(ledger, delta, accountant="auto", group_size=1, notes=()):
 
     Returns:
         Text of several paragraphs. Epsilons are rounded up to the digits shown. The guarantee is
-        that of what was planned, where results may have stopped the training (`Ledger.plan`). Steps
+        that of what was planned, where results may have stopped the training (`Ledger.plan`), and
+        that of the budget, where a privacy filter kept it. Steps
         that do not compose to one guarantee have one for each unit and adjacency.
 
     Raises:
@@ -105,6 +108,7 @@ class Claim(NamedTuple):
     accountants: tuple  # that gave it
     asked: tuple  # of which it is the smallest
     risk: Risk  # of the steps that were planned
+    filter: FilterBudget | None = None  # whose guarantee it is: of no steps, but of its budget
 
     @property
     def unit(self):
@@ -150,18 +154,23 @@ def _are_scores(segment):
 
 
 def _claim(segments, delta, accountant):
+    kept = kept_filter(segments)
+    if kept is not None:
+        guarantee = promised(segments, delta, accountant)
+        epsilon, risk = guarantee.epsilon, risk_of(segments, accountant)
+        return Claim(segments, epsilon, epsilon, *guarantee, risk, kept)
     spent = price_of(segments, delta, accountant)
     lower = lower_bound(segments, delta, accountant, spent.epsilon)
     states = [segment.state for segment in segments]
     planned = [each for each in scenarios(segments) if [s.state for s in each] != states]
     prices = [spent, *(price_of(each, delta, accountant) for each in planned)]
-    promised = max(prices, key=lambda price: price.epsilon)
+    dearest = max(prices, key=lambda price: price.epsilon)
     if accountant in ("auto", "pld"):
         risk = risk_of(segments, accountant)
     else:
         first = segments[0].sampling
-        risk = of_guarantee(promised.epsilon, delta, unit=first.unit, adjacency=first.adjacency)
-    return Claim(segments, lower, spent.epsilon, *promised, risk)
+        risk = of_guarantee(dearest.epsilon, delta, unit=first.unit, adjacency=first.adjacency)
+    return Claim(segments, lower, spent.epsilon, *dearest, risk)
 
 
 def _claimed(claim, delta):
@@ -174,6 +183,7 @@ def _claimed(claim, delta):
     yield f"Neighbouring data sets: {neighbours} ({claim.adjacency})."
     if math.isfinite(claim.promised):
         yield " ".join(["What it means:", claim.risk.sentence, *claim.risk.remarks])
+    yield from _choices(claim, delta)
     if claim.promised > claim.epsilon:
         yield (
             "Stopped early: the training ended before it had run all of the steps that were "
@@ -182,11 +192,39 @@ def _claimed(claim, delta):
             f"steps had been fixed beforehand: epsilon = {rounded_up(claim.epsilon)} at delta = "
             f"{delta:g}."
         )
-    if any(is_unknown(segment) for segment in claim.segments):
+    if claim.filter is None and any(is_unknown(segment) for segment in claim.segments):
         yield (
             "Stopped early: the training was ended by something else than its data or its budget, "
             "and how many steps were planned is not known. Epsilon is that of the steps that ran: "
             "the guarantee holds only if the stop was fixed beforehand."
+        )
+
+
+def _choices(claim, delta):
+    """Which choices may have looked at results."""
+    if claim.filter is not None:
+        text = (
+            "Choices: this is the budget of a privacy filter "
+            f"({claim.filter}), fixed before the first step, and not what was spent. It holds "
+            "whatever was chosen after looking at what earlier steps released: noise, sampling, "
+            "number of steps, when to stop."
+        )
+        if delta != claim.filter.delta:
+            text += f" At delta = {delta:g} it is converted from the limit of the filter's sum."
+        yield text
+        return
+    if any(segment.filter is not None for segment in claim.segments):
+        yield (
+            "Choices: steps ran under a privacy filter, but all of them together did not keep one "
+            "budget by one filter, so that its guarantee is lost."
+        )
+    kinds = ((each.releases, each.schedule, each.sampling) for each in claim.segments)
+    first = next(kinds)
+    if any(kind != first for kind in kinds):
+        yield (
+            "Choices: not all that was released has the same noise and sampling. Noise, sampling, "
+            "number and order of the releases count as fixed beforehand: the guarantee does not "
+            "cover a choice of them that looked at earlier results."
         )
 
 
@@ -291,7 +329,7 @@ def _training(segment, place, segments):
 
 def _accounting(claim):
     version = importlib.metadata.version("dp-accounting")
-    names = " and ".join(_ACCOUNTANTS[name] for name in claim.accountants)
+    names = " and ".join(_ACCOUNTANTS.get(name, name) for name in claim.accountants)
     text = f"Accounting: {names}, dp-accounting {version}."
     if len(claim.asked) > len(claim.accountants):
         asked = " and ".join(name if name == "pure" else name.upper() for name in claim.asked)
@@ -335,7 +373,9 @@ def _public(segments):
 
 def _group(claim, size, delta, accountant):
     who = f"for any {size} {claim.unit}s together"
-    histories = [claim.segments, *scenarios(claim.segments)]
+    histories = [claim.segments]
+    if claim.filter is None:
+        histories += scenarios(claim.segments)
     found = [group_epsilon(each, size, delta, accountant) for each in histories]
     epsilon = max(group.epsilon for group in found)
     if math.isinf(epsilon):

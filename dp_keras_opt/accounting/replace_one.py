@@ -5,6 +5,7 @@ import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
+from dp_keras_opt.accounting.random_allocation import UnamplifiedRdpAccountant
 from dp_keras_opt.accounting.sampled_gaussian import SampledGaussianLoss
 
 _LOSSES = {
@@ -39,6 +40,15 @@ class ReplaceOneAccountant(dp_accounting.pld.PLDAccountant):
         once = _symmetric(loss, self._value_discretization_interval)
         self._pld = self._pld.compose(once.self_compose(count))
         return None
+
+
+class ProvedRdpAccountant(UnamplifiedRdpAccountant):
+    """RDP for `replace_one`, without what is not proved: amplification by Poisson sampling."""
+
+    def _maybe_compose(self, event, count, do_compose):
+        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+            event = event.event
+        return super()._maybe_compose(event, count, do_compose)
 
 
 def _symmetric(loss, interval):

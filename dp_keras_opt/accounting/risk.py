@@ -21,8 +21,10 @@ import numpy.typing as npt
 
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
+from dp_keras_opt.accounting.privacy_filters import kept_filter
 from dp_keras_opt.accounting.trade_off import TradeOff, of_losses, of_pairs
 from dp_keras_opt.checks import is_number, whole_number
+from dp_keras_opt.types import Accountant
 
 #: At these δ a training without a loss distribution is asked for its ε.
 DELTAS = tuple(10.0**-k for k in range(1, 13))
@@ -32,7 +34,9 @@ RATES = (0.001, 0.01, 0.1)
 FLOOR = 1e-3
 
 #: What the bounds follow from.
-Basis: TypeAlias = Literal["loss distribution", "epsilon and delta", "no release", "unbounded"]
+Basis: TypeAlias = Literal[
+    "loss distribution", "epsilon and delta", "budget of a filter", "no release", "unbounded"
+]
 
 _QUESTIONS = {
     "add_or_remove_one": "whether one {unit} was in the training data",
@@ -52,7 +56,8 @@ class Risk:
     Attributes:
         curves: bounds on the true-positive rate over the false-positive rate; the largest counts.
         basis: "loss distribution", of the whole training; "epsilon and delta", which is all that is
-            known of it and says less; "no release"; or "unbounded", as without noise.
+            known of it and says less; "budget of a filter", which a privacy filter kept, whatever
+            was chosen under it; "no release"; or "unbounded", as without noise.
         unit: what is protected, such as "example" or "user".
         adjacency: which data sets are neighbours.
         is_heuristic: whether the sampling is accounted for by a heuristic, without proof.
@@ -196,6 +201,10 @@ class Risk:
                 "Bounds from epsilon and delta alone, since this training has no distribution of "
                 "privacy losses here: the truth may be far below."
             ),
+            "budget of a filter": (
+                "Bounds from the budget of the privacy filter, whatever was chosen after looking "
+                "at results."
+            ),
         }.get(self.basis)
         remarks = [found] if found else []
         if self.is_heuristic:
@@ -208,12 +217,17 @@ class Risk:
         return remarks
 
 
-def risk_of(segments: Sequence[Any], accountant: str = "auto") -> Risk:
+def risk_of(segments: Sequence[Any], accountant: Accountant = "auto") -> Risk:
     """The `Risk` of segments that compose to one guarantee; see `Ledger.risk`."""
     segments = [segment for segment in segments if segment.steps]
     if not segments:
         return Risk((of_pairs([(0.0, 0.0)]),), "no release")
     accountants.check_composable(segments)
+    accountant = accountants.chosen(segments, accountant)
+    kept = kept_filter(segments)
+    if kept is not None:
+        first = segments[0].sampling
+        return Risk(_of_budget(kept), "budget of a filter", first.unit, first.adjacency)
     curves, bases = [], set()
     for history in scenarios(segments):
         found, basis = _curves(history, accountant)
@@ -235,6 +249,14 @@ def of_guarantee(epsilon: float, delta: float, **what: Any) -> Risk:
     """The `Risk` that follows from one (ε, δ) alone."""
     basis: Basis = "epsilon and delta" if math.isfinite(epsilon) else "unbounded"
     return Risk((of_pairs([(epsilon, delta)]),), basis, **what)
+
+
+def _of_budget(kept):
+    """Never of what was spent: of choices that looked at results no loss distribution is known."""
+    losses = kept.loss_distribution()
+    if losses is not None:
+        return tuple(of_losses(losses))
+    return (of_pairs([(kept.epsilon_at(delta), delta) for delta in (*DELTAS, kept.delta)]),)
 
 
 def _curves(segments, accountant):

@@ -8,6 +8,7 @@ import numpy as np
 
 from dp_keras_opt.accounting.events import MAX_DISTINCT, is_rounded, segment_event
 from dp_keras_opt.accounting.plan import Plan
+from dp_keras_opt.accounting.privacy_filters import FilterBudget
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.checks import whole_number
@@ -49,6 +50,7 @@ class Segment:
         plan: None, or the `Plan` that its noise was found for.
         purpose: what was released, in words, where it is no training: a statistic, a score.
         data_set: which data it is about. No unit is in two data sets of different names.
+        filter: None, or the budget of the privacy filter under which it ran.
     """
 
     run: str
@@ -64,6 +66,7 @@ class Segment:
     plan: Plan | None = None
     purpose: str | None = None
     data_set: str = TRAINING
+    filter: FilterBudget | None = None
 
     def __post_init__(self):
         whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
@@ -192,9 +195,12 @@ class Segment:
             "planned": _UNKNOWN if self.planned == math.inf else self.planned,
             "after": [list(state) for state in self.after],
         }
-        config["plan"] = self.plan and self.plan.get_config()
-        for name, usual in (("plan", None), ("purpose", None), ("data_set", TRAINING)):
-            if config[name] == usual:
+        for name in ("plan", "filter"):
+            if config[name] is not None:
+                config[name] = config[name].get_config()
+        usual = {"plan": None, "purpose": None, "data_set": TRAINING, "filter": None}
+        for name, value in usual.items():
+            if config[name] == value:
                 del config[name]  # which libraries of before do not know
         return config
 
@@ -209,8 +215,8 @@ class Segment:
             }
             for release in config["releases"]
         ]
-        # Ledgers of before have no selections and no plans.
-        selection, plan = config.get("selection"), config.get("plan")
+        # Ledgers of before have no selections, no plans and no filters.
+        selection, plan, kept = map(config.get, ("selection", "plan", "filter"))
         read = {
             "releases": tuple(Release(**release) for release in releases),
             "schedule": NoiseSchedule.from_json(config["schedule"]),
@@ -219,5 +225,6 @@ class Segment:
             "planned": math.inf if config.get("planned") == _UNKNOWN else config.get("planned"),
             "after": tuple((run, steps) for run, steps in config.get("after", ())),
             "plan": plan and Plan.from_config(plan),
+            "filter": kept and FilterBudget.from_config(kept),
         }
         return cls(**config | read)

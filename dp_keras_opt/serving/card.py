@@ -180,6 +180,7 @@ def _training(segment):
         "noise_schedule": _settings(keras.saving.serialize_keras_object(segment.schedule)),
         "clip_norm": segment.clip_norm,
         "sampling": _settings(segment.sampling.get_config()),
+        "privacy_filter": segment.filter and str(segment.filter),
     }
 
 

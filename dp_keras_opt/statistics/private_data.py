@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.accounting.segment import TRAINING
@@ -93,6 +94,8 @@ class PrivateData:
         noise: "gaussian"; or "laplace", for δ = 0.
         data_set: the name of the data. Another name than that of the training data says that no
             unit is in both: what they cost then does not add up.
+        budget: None, or the `accounting.Budget` by a privacy filter that holds for all that is
+            released of these data: how much noise the next number gets may then depend on results.
 
     Raises:
         TypeError: the ids are no integers or strings.
@@ -105,6 +108,7 @@ class PrivateData:
     adjacency: Adjacency = "add_or_remove_one"
     noise: Literal["gaussian", "laplace"] = "gaussian"
     data_set: str = TRAINING
+    budget: Budget | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.ledger, Ledger):
@@ -117,6 +121,11 @@ class PrivateData:
             raise ValueError(f"noise must be one of {list(_MECHANISMS)}; received {self.noise!r}.")
         if not isinstance(self.data_set, str) or not self.data_set:
             raise ValueError(f"data_set must be a name; received {self.data_set!r}.")
+        if self.budget is not None and not (isinstance(self.budget, Budget) and self.budget.filter):
+            raise ValueError(
+                f"budget must be an accounting.Budget by a privacy filter, received {self.budget}. "
+                "Any other is kept by callbacks.PrivacyBudget, which counts what is in the ledger."
+            )
         numbers = None
         if self.users is not None:
             owned = examples_by_user(self.users, np.size(self.users))
@@ -492,7 +501,7 @@ class PrivateData:
     ):
         segment = planned(
             statistic, mechanism or self._mechanism, self._sampling(units.number), epsilon, delta,
-            sensitivity=sensitivity, purpose=purpose, data_set=self.data_set,
+            sensitivity=sensitivity, purpose=purpose, data_set=self.data_set, budget=self.budget,
         )  # fmt: skip
         return released(total, segment, self.ledger)
 

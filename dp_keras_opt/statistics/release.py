@@ -9,6 +9,7 @@ import secrets
 import numpy as np
 
 from dp_keras_opt.accounting.accountant import epsilon_of
+from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.calibration import least_multiplier
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.sampling import Sampling
@@ -30,6 +31,7 @@ def planned(
     purpose: str,
     data_set: str,
     times: int = 1,
+    budget: Budget | None = None,
 ) -> Segment:
     """What the ledger is to say of a release: with the least noise that keeps ε at δ.
 
@@ -43,6 +45,7 @@ def planned(
         purpose: what it is, in words.
         data_set: which data it is about, by name.
         times: how often it is released.
+        budget: None, or the `Budget` of all releases, which a privacy filter keeps.
 
     Raises:
         ValueError: epsilon or delta is none, or cannot be met.
@@ -55,6 +58,7 @@ def planned(
     return Segment(
         secrets.token_hex(16), releases, Constant(), sampling, float(sensitivity),
         steps=times, purpose=purpose, data_set=data_set,
+        filter=None if budget is None else budget.filter,
     )  # fmt: skip
 
 

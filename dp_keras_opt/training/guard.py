@@ -274,15 +274,17 @@ class PrivacyGuard:
         """Opens a segment of the ledger for the next steps, where none is open.
 
         Raises:
-            ValueError: it is not known how batches are sampled.
+            ValueError: it is not known how batches are sampled; earlier steps ran under a privacy
+                filter that is not the budget's, or without the budget's.
         """
         current, optimizer = self._ledger.current, model.optimizer
+        kept = None if self.budget is None else self.budget.filter
         if (
             current is not None
             and current.run == self.run
             and (
-                (current.releases, current.schedule, current.clip_norm)
-                == (optimizer.releases, optimizer.noise_schedule, stated(optimizer.clip_norm))
+                (current.releases, current.schedule, current.clip_norm, current.filter)
+                == (optimizer.releases, optimizer.noise_schedule, stated(optimizer.clip_norm), kept)
             )
         ):
             return
@@ -298,7 +300,7 @@ class PrivacyGuard:
                 self._ledger.merge(layer.ledger)  # what it spent is in the weights, too
         self.ledger_of_all(model)
         if self.resumed is not None:
-            conditions = self.sampling, self.order_seed
+            conditions = self.sampling, self.order_seed, kept
             self.run = saved_run.go_on(self.resumed, self._ledger, *conditions, model)
             self.resumed = None
         else:
@@ -311,6 +313,7 @@ class PrivacyGuard:
                 first_step=steps_taken(optimizer),
                 run=run,
                 plan=optimizer.plan,
+                filter=kept,
             )
             if optimizer.noise.is_correlated:
                 optimizer.noise_source.memory.reset()  # a segment is a run of its own
@@ -409,8 +412,9 @@ class PrivacyGuard:
         spent = self._ledger.epsilon(self.budget.delta, self.budget.accountant)
         raise PrivacyBudgetError(
             f"The privacy budget {self.budget} affords not even the first {steps} step(s), so "
-            f"that nothing would be trained; ε = {spent:.4g} was spent before. Raise epsilon or "
-            "delta, or add noise: dp_keras_opt.accounting.calibrate finds how much."
+            f"that nothing would be trained; ε = {spent:.4g} was spent before. "
+            f"{'Add' if self.budget.filter else 'Raise epsilon or delta, or add'} noise: "
+            "dp_keras_opt.accounting.calibrate finds how much."
         )
 
     def warn_of_end(self, steps: int, planned: int | None) -> None:
@@ -422,9 +426,12 @@ class PrivacyGuard:
         """
         if planned is None or steps < planned:
             of = "" if planned is None else f" of {planned}"
+            on = "To train on, pass a PrivacyBudget with a larger epsilon."
+            if self.budget is not None and self.budget.filter:
+                on = "It was fixed before the first step: only steps with more noise may be left."
             warnings.warn(
                 f"The privacy budget {self.budget} allows no further step: training stopped after "
-                f"{steps}{of} steps. To train on, pass a PrivacyBudget with a larger epsilon.",
+                f"{steps}{of} steps. {on}",
                 stacklevel=3,
             )
 

@@ -110,14 +110,15 @@ def resume(model, guard, path):
     return saved.order_seed
 
 
-def go_on(saved, ledger, sampling, order_seed, model):
+def go_on(saved, ledger, sampling, order_seed, filter, model):
     """Makes a saved run that of the next steps, if they are as they were.
 
     Returns:
         The new name of the run in the ledger.
 
     Raises:
-        ValueError: noise, clip norm, sampling or the order of the examples differ.
+        ValueError: noise, clip norm, sampling, the order of the examples or the filter of the
+            budget differ.
     """
     optimizer = model.optimizer
     segment = ledger.segment(saved.run, saved.steps)
@@ -128,6 +129,7 @@ def go_on(saved, ledger, sampling, order_seed, model):
             ("clip norm", segment.clip_norm, stated(optimizer.clip_norm)),
             ("sampling", segment.sampling, sampling),
             ("order_seed of the data", saved.order_seed, order_seed),
+            ("privacy filter (of its PrivacyBudget)", segment.filter, filter),
         )
         if before != now
     ]

@@ -496,6 +496,24 @@ def test_a_ledger_and_a_model_carry_the_budget_on(run, found, files, tmp_path):
     assert 2.99 < result["epsilon"] <= 3 and result["steps"] == 80
 
 
+def test_a_privacy_filter_speaks_of_its_budget(run, found, files, tmp_path):
+    path, renyi = tmp_path / "spent.jsonl", dp.accounting.RenyiFilter(8)
+    budget = dp.accounting.Budget(4.0, DELTA, renyi)
+    ledger = dp.accounting.Ledger(path)
+    sgd = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=2.0, batch_size=50)
+    sampling = dp.accounting.Sampling.poisson(1000, 50)
+    ledger.begin(sgd.releases, sampling, filter=budget.filter)
+    ledger.reserve(30)
+    ledger.unlock()
+    result = found(f"ledger {path} --delta 1e-5")
+    assert result["epsilon_as_planned"] == 4.0 > result["epsilon"] == ledger.epsilon(DELTA, renyi)
+    assert result["segments"][0]["privacy_filter"] == budget.filter.get_config()
+    assert "whatever was chosen" in " ".join(result["statement"].split())
+    assert found(f"risk {path}")["basis"] == "budget of a filter"
+    code, _, err = run(f"statement {path} --delta 1e-5 --accountant pld")
+    assert code == 1 and "does not bound steps that ran under a privacy filter" in err
+
+
 def test_explain(run, found, files):
     layers = found(f"explain {files}/plain.keras")["layers"]
     assert [layer["weights"] for layer in layers] == [4]

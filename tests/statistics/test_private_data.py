@@ -376,3 +376,30 @@ def test_arguments_of_private_data_are_checked():
         dp.statistics.PrivateData(dp.accounting.Ledger(), adjacency="other")
     with pytest.raises(TypeError, match="integers or strings"):
         dp.statistics.PrivateData(dp.accounting.Ledger(), users=[1.5, 2.0])
+
+
+def test_a_budget_by_a_filter_holds_for_statistics_and_training():
+    """What is released may follow from results, until the limit."""
+    budget = dp.accounting.Budget(1.0, 1e-6, dp.accounting.RenyiFilter(20))
+    ledger = dp.accounting.Ledger()
+    data = dp.statistics.PrivateData(ledger, budget=budget)
+    first = data.mean(X, (-1, 7), 0.3, 1e-6)
+    data.mean(X, (-1, 7), 0.2 if first.value > 0 else 0.4, 1e-6)
+    assert ledger.epsilon(1e-6) <= 1.0 == ledger.epsilon_as_planned(1e-6)
+    without = dp.statistics.PrivateData(ledger)  # takes the filter of the ledger
+    with pytest.raises(ValueError, match="would exceed the budget of the privacy filter"):
+        without.mean(X, (-1, 7), 1.0, 1e-6)
+    assert len(ledger.segments) == 2
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=20.0, batch_size=20)
+    ledger.begin(optimizer.releases, dp.accounting.Sampling.poisson(N, 20), filter=budget.filter)
+    with pytest.raises(ValueError, match="by a privacy filter"):
+        dp.statistics.PrivateData(ledger, budget=dp.accounting.Budget(1.0, 1e-6))
+
+
+def test_a_filter_of_one_data_set_is_none_of_another():
+    budget = dp.accounting.Budget(1.0, 1e-6, dp.accounting.GaussianFilter())
+    ledger = dp.accounting.Ledger()
+    dp.statistics.PrivateData(ledger, budget=budget).mean(X, (-1, 7), 0.3, 1e-6)
+    dp.statistics.PrivateData(ledger, data_set="survey").mean(X, (-1, 7), 3.0, 1e-6)
+    filters = [segment.filter for segment in ledger.segments]
+    assert filters == [budget.filter, None]
