@@ -230,10 +230,8 @@ def test_it_goes_on_from_step_to_step(options):
     found = []
     for compiled in ({"run_eagerly": True}, {"run_eagerly": False} | options):
         model = linear.build(sgd(noise_multiplier=0.0, rate=0.1), **compiled)
-
         model.optimizer.batch_size = 6
         batches = dp.data.poisson_batches((linear.X, linear.Y), 6, 6, views=2, map=twice)
-
         model.fit(batches, verbose=0)
         found.append(bounds_of(model)[0])
     assert found[0] == pytest.approx(found[1], rel=1e-5) and abs(found[0] / 0.3 - 1) > 0.05
