@@ -1,7 +1,7 @@
 """A clip norm that finds itself, beside constants and automatic clipping: the evidence of a page.
 
     python examples/clip_norms.py                    # goes on where it was interrupted
-    python examples/clip_norms.py --tasks tabular    # one of the four tasks
+    python examples/clip_norms.py --tasks tabular --optimizers DPAdam
     python examples/clip_norms.py --quick            # a minute, to try it out
 
 On the tasks of choosing.py, at ε = 3: `DPAdam` and `DPSGD` with momentum, each with C = 0.1, 1 and
@@ -29,12 +29,17 @@ CLIP_NORMS = {
 }
 
 
-def candidates():
-    """Two optimizers with each of the clip norms."""
-    for optimizer, cls, own in (
-        ("DPAdam", "DPAdam", {"beta_2": 0.99}),
-        ("DPSGD, momentum", "DPSGD", {"momentum": 0.9}),
-    ):
+#: The class, and its arguments, by the name in `dp.tuning.CANDIDATES`.
+OPTIMIZERS = {
+    "DPAdam": ("DPAdam", {"beta_2": 0.99}),
+    "DPSGD, momentum": ("DPSGD", {"momentum": 0.9}),
+}
+
+
+def candidates(names):
+    """Each of these optimizers with each of the clip norms."""
+    for optimizer in names:
+        cls, own = OPTIMIZERS[optimizer]
         space = dp.tuning.CANDIDATES[optimizer].space
         for name, arguments in CLIP_NORMS.items():
             per_norm = cls == "DPSGD" and isinstance(arguments["clip_norm"], float)
@@ -48,6 +53,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--trials", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="little of everything, to try it out")
@@ -60,8 +66,8 @@ def main():
             task = dataclasses.replace(task, steps=8)
             options.trials, options.seeds = 1, 1
         comparison = dp.tuning.compare(
-            task, list(candidates()), [3.0], DELTA, trials=options.trials, seeds=options.seeds,
-            name=name,
+            task, list(candidates(options.optimizers)), [3.0], DELTA, trials=options.trials,
+            seeds=options.seeds, name=name,
             results=options.output / f"results-{name}{'-quick' * options.quick}.csv",
         )  # fmt: skip
         table = comparison.markdown()

@@ -29,8 +29,9 @@ class Quantile:
 
     b_i 1 for a unit that is not clipped and 0 for another, B the expected batch size. So C goes to
     where a share γ of the units is below it, whatever their scale. Where layers are clipped on
-    their own, each has a C_l and a count of its own, and the whole is bounded by C = √ΣC_l²; the
-    noise on the sum is σ·C in every coordinate, as for constant bounds.
+    their own, each has a C_l and a count of its own. The squares of the parts' norms add up, so the
+    whole is bounded by C = √ΣC_l²; the noise on it is σ·C in every coordinate, whatever layer that
+    is of, as for constant bounds.
 
     A unit whose gradient is zero (one of weight 0, padding), or not finite, is in no count: it says
     nothing of how long gradients are.

@@ -166,11 +166,12 @@ class Release:
 
         One unit moves the sum by at most C and each of the L counts by at most ½. Divided by the
         std of their noise, σ·C and σ_b, that is at most √(σ⁻² + L·(2σ_b)⁻²), one Gaussian vector
-        with the multiplier z = (σ⁻² + L·(2σ_b)⁻²)^(−½). (Under `replace_one` all is doubled.) Of
-        correlated noise, these are the rows x_t of C x: a few coordinates more, in units of z at
-        most 1 long as the clipped gradient alone is otherwise. Bounds of a step that follow from
-        earlier releases make x_t adaptive, which the Gaussian mechanism on C x allows: Denisov,
-        McMahan, Rush, Smith and Thakurta, NeurIPS 2022, arXiv:2202.08312.
+        with the multiplier z = (σ⁻² + L·(2σ_b)⁻²)^(−½). (Under `replace_one` all is doubled.)
+        Under correlated noise x_t is that vector, of L coordinates more: times z, a participation
+        is at most 1 long, as the clipped gradient over C is without counts, and all that follows
+        for C x stays. σ·C and σ_b multiply what C⁻¹ has mixed. Bounds that follow from earlier
+        releases make x_t adaptive, which a Gaussian mechanism on C x allows: Denisov, McMahan,
+        Rush, Smith and Thakurta, NeurIPS 2022, arXiv:2202.08312.
 
         Raises:
             ValueError: the counts alone would have a multiplier of z, or less.

@@ -217,6 +217,30 @@ def test_it_finds_the_median_of_known_norms():
         assert bounds_of(model)[0] == pytest.approx(51.0, rel=0.15)
 
 
+@pytest.mark.parametrize("physical", [None, 2])
+def test_of_nobody_the_share_is_a_half(physical):
+    model = linear.build(sgd(noise_multiplier=0.0), physical_batch_size=physical)
+    model.train_on_batch(linear.X[:0], linear.Y[:0])
+    assert bounds_of(model)[0] == pytest.approx(0.3 * math.exp(-RATE * (0.5 - GAMMA)), rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"jit_compile": True}])
+def test_it_goes_on_from_step_to_step(options):
+    """Of several in one execution, and of an example with views, which are clipped as one."""
+    found = []
+    for compiled in ({"run_eagerly": True}, {"run_eagerly": False} | options):
+        model = linear.build(sgd(noise_multiplier=0.0, rate=0.1), **compiled)
+        model.optimizer.batch_size = 6
+        batches = dp.data.poisson_batches((linear.X, linear.Y), 6, 6, views=2, map=twice)
+        model.fit(batches, verbose=0)
+        found.append(bounds_of(model)[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and abs(found[0] / 0.3 - 1) > 0.05
+
+
+def twice(x, y):
+    return x, y
+
+
 # Who is counted.
 
 
