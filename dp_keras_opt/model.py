@@ -379,6 +379,7 @@ class DPModel(keras.Model):
         fit_arguments.warn_of_monitors(callbacks)
         call.callbacks = fit_arguments.reports_first(callbacks)
         budget = fit_arguments.budget_of(callbacks) or guard.budget
+        guard.check_filter(self, budget)
         # The last execution of an epoch is reserved in full, also where the data may end within it.
         overhang = -steps_of_epoch % at_once if 0 < planned < math.inf else 0
         if taken.pass_length:

@@ -332,7 +332,8 @@ def _squared_mu(event):
         case dp_accounting.NonPrivateDpEvent():
             return math.inf
         case dp_accounting.GaussianDpEvent():
-            return event.noise_multiplier**-2 if event.noise_multiplier else math.inf
+            sigma = event.noise_multiplier
+            return 1 / sigma / sigma if sigma else math.inf  # no error where it is tiny
         case dp_accounting.SelfComposedDpEvent():
             return event.count * _squared_mu(event.event)
         case dp_accounting.ComposedDpEvent():
@@ -423,11 +424,21 @@ def admit(segments: Sequence[Segment], new: Segment) -> None:
     """Refuses a segment that would leave the filter under which the ones before ran.
 
     Raises:
-        ValueError: the filter is another one, or began after the first step, or cannot price it.
+        ValueError: as `check_held`, or the filter cannot price it.
     """
-    before = [segment for segment in segments if segment.steps]
-    held = {segment.filter for segment in before}
-    if new.filter is None:
+    check_held(segments, new.filter)
+    if new.filter is not None:
+        new.filter.filter.check([*(segment for segment in segments if segment.steps), new])
+
+
+def check_held(segments: Sequence[Segment], new: FilterBudget | None) -> None:
+    """Refuses a filter, or none, for the steps after these segments.
+
+    Raises:
+        ValueError: earlier steps ran under another one, or it would begin after the first step.
+    """
+    held = {segment.filter for segment in segments if segment.steps}
+    if new is None:
         # Of a merged ledger with several filters, or steps without one, nothing is left to keep.
         if len(held) == 1 and None not in held:
             raise ValueError(
@@ -437,16 +448,14 @@ def admit(segments: Sequence[Segment], new: Segment) -> None:
             )
     elif None in held:
         raise ValueError(
-            f"A privacy filter ({new.filter}) must be fixed before the first step: earlier steps "
+            f"A privacy filter ({new}) must be fixed before the first step: earlier steps "
             "ran without one, and their results may have had a part in choosing it. Begin with a "
             "model and a ledger that have spent nothing, or use accountant='auto' with steps that "
             "are fixed beforehand."
         )
-    elif held - {new.filter}:
+    elif held - {new}:
         raise ValueError(
             f"Earlier steps ran under another privacy filter ({held.pop()}) than that of the next "
-            f"({new.filter}). Its order, epsilon and delta are fixed before the first step, "
+            f"({new}). Its order, epsilon and delta are fixed before the first step, "
             "whatever the results are: pass the same PrivacyBudget. To spend less, stop earlier."
         )
-    else:
-        new.filter.filter.check([*before, new])

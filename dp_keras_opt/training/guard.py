@@ -17,6 +17,7 @@ from dp_keras_opt._keras import layers_of
 from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.accounting.accountant import composable, epsilon_of
 from dp_keras_opt.accounting.budget import Budget
+from dp_keras_opt.accounting.privacy_filters import check_held
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.segment import stated
 from dp_keras_opt.noise import entropy
@@ -416,6 +417,14 @@ class PrivacyGuard:
             f"{'Add' if self.budget.filter else 'Raise epsilon or delta, or add'} noise: "
             "dp_keras_opt.accounting.calibrate finds how much."
         )
+
+    def check_filter(self, model: Any, budget: Budget | None) -> None:
+        """Refuses a budget that is not that of the privacy filter under which earlier steps ran.
+
+        Raises:
+            ValueError: it is not; or its own filter would begin after the first step.
+        """
+        check_held(self.ledger(model).segments, None if budget is None else budget.filter)
 
     def warn_of_end(self, steps: int, planned: int | None) -> None:
         """Says that the budget ended a `fit` early, if it did.

@@ -156,8 +156,8 @@ def test_another_budget_is_refused(other, message, compiled):
     with pytest.raises(ValueError, match=message):
         model.fit(_poisson(), verbose=0, callbacks=[other])
     assert model.ledger.steps == 5
-    if compiled:
-        _compile(model, noise_multiplier=3.0)
+    assert model.optimizer.noise_multiplier == (None if compiled else 3.0)  # found for no budget
+    assert model.budget.accountant == RENYI and model.budget.epsilon == 4.0
     _fit(model, _poisson(), 1, [_budget()])
     assert model.ledger.steps == 10 and model.ledger.epsilon_as_planned(DELTA) == 4.0
 
@@ -215,8 +215,11 @@ def test_a_run_of_correlated_noise_may_end_and_go_on(tmp_path):
     again = keras.saving.load_model(tmp_path / "model.keras")
     order_seed = again.resume_run(tmp_path / "run.secret.npz")
     more = dp.data.fixed_order_epochs((X, Y), B, order_seed=order_seed)
-    with pytest.raises(ValueError, match="another privacy filter .of its PrivacyBudget"):
+    with pytest.raises(ValueError, match="ran under a privacy filter"):
         again.fit(more, verbose=0)
+    again.sampling = more.sampling
+    with pytest.raises(ValueError, match="privacy filter .of its PrivacyBudget"):
+        again.train_on_batch(X[:B], Y[:B])  # without the budget that it was saved under
     _fit(again, more, 1, [_budget(accountant=GAUSSIAN)])
     assert [each.steps for each in again.ledger.segments] == [15]
     _compile(again)  # independent noise for the rest
