@@ -12,7 +12,7 @@ from scipy import stats
 
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.sampling import Sampling
-from dp_keras_opt.accounting.segment import TRAINING
+from dp_keras_opt.accounting.segment import TRAINING, Segment
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.data.users import examples_by_user
 from dp_keras_opt.noise.gaussian import Gaussian
@@ -108,8 +108,8 @@ class PrivateData:
     def __post_init__(self) -> None:
         if not isinstance(self.ledger, Ledger):
             raise ValueError(
-                f"ledger must be a dp_keras_opt.accounting.Ledger, received {self.ledger!r}: what is "
-                "released must be counted somewhere. Make one, and give it to the model that is "
+                f"ledger must be a dp_keras_opt.accounting.Ledger, received {self.ledger!r}: what "
+                "is released must be counted somewhere. Make one, and give it to the model that is "
                 "trained on the same data: model.ledger = ledger."
             )
         if self.noise not in _MECHANISMS:
@@ -385,8 +385,8 @@ class PrivateData:
         if not len(found):
             raise ValueError(
                 f"No range of values stands out of the noise, whose deviation is {std:.3g} of "
-                f"{units.number} units. The release counts all the same. Allow a larger epsilon, or "
-                "give bounds that you know."
+                f"{units.number} units. The release counts all the same. Allow a larger "
+                "epsilon, or give bounds that you know."
             )
         return float(edges[found[0]]), float(edges[found[-1] + 1])
 
@@ -494,6 +494,22 @@ class PrivateData:
             sensitivity=sensitivity, purpose=purpose, data_set=self.data_set,
         )  # fmt: skip
         return released(total, segment, self.ledger)
+
+    def _plan_scores(
+        self, number: int, epsilon: float, delta: float, purpose: str, times: int = 1
+    ) -> Segment:
+        """What the ledger is to say of sums of vectors of norm 1 at most, so many times together.
+
+        Args:
+            number: n, how many units there are.
+            epsilon, delta: what all of them may cost together.
+            purpose: what they are, in words.
+            times: how often they are released.
+        """
+        return planned(
+            "scores", self._mechanism, self._sampling(number), epsilon, delta,
+            sensitivity=1.0, purpose=purpose, data_set=self.data_set, times=times,
+        )  # fmt: skip
 
 
 class _Shared:
