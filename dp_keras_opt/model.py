@@ -386,7 +386,7 @@ class DPModel(keras.Model):
             overhang = 0
         in_all = _product(last, steps_of_epoch) + overhang
         if scores is not None:  # what they cost is no longer there for the training
-            scores.enter(self, sampling, range(first, last), budget)
+            scores.enter_evaluations(self, sampling, range(first, last), budget)
         found = self._settle_noise(callbacks, sampling, planned + overhang, budget, in_all)
         guard.sample_as(self, sampling, taken.order_seed)
         guard.begin_run(self)

@@ -28,11 +28,9 @@ _VALIDATION = "validation"
 class PrivateValidation(keras.callbacks.Callback):
     """Scores on private data at the ends of epochs, with noise for ε at δ in all.
 
-        validation = dp.callbacks.PrivateValidation(
-            (x_val, y_val), ["accuracy"], epsilon=0.5, delta=1e-6, disjoint_from_training=True
-        )
+        scores = dp.callbacks.PrivateValidation((x_val, y_val), "accuracy", 0.5, 1e-6)
         stop = keras.callbacks.EarlyStopping("private_accuracy", mode="max", patience=3)
-        model.fit(batches, epochs=20, callbacks=[validation, stop])
+        model.fit(batches, epochs=20, callbacks=[scores, stop])
 
     They are in `logs` as `private_<name>`, before any other callback reads them, and so in
     `History`, TensorBoard and `CSVLogger`. All that follows from them (an early stop, the schedule
@@ -136,7 +134,7 @@ class PrivateValidation(keras.callbacks.Callback):
         # A copy has no evaluations that are paid for: two would take them twice.
         return vars(self) | {"_segment": None, "_left": 0}
 
-    def enter(
+    def enter_evaluations(
         self, model: DPModel, sampling: Sampling, epochs: range, budget: Budget | None
     ) -> None:
         """Pays for the evaluations of a `fit`, which calls this before it looks for its noise.

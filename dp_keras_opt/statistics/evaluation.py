@@ -50,7 +50,8 @@ def evaluate(
     Args:
         model: any Keras model; with the metric `Loss`, compiled.
         data: (x, y), arrays or structures of them, in memory or on disk; a source, as for
-            `data.poisson_batches`; or a finite `tf.data.Dataset` of batches (x, y).
+            `data.poisson_batches`; or a finite `tf.data.Dataset` of batches (x, y), where rows have
+            users in the same order each time.
         metrics: one or several of `statistics.metrics`, or "accuracy", "auc".
         private: whose data they are, and the ledger that counts the release. Its `data_set` is
             that of the training, unless nobody is in both.

@@ -190,12 +190,14 @@ def budget_of(callbacks: Any) -> Budget | None:
 def private_scores(call: FitArguments) -> Any | None:
     """The callback that releases scores on private data, or None.
 
-    Such have a method `enter`, which counts what they will release.
+    Such have a method `enter_evaluations`, which counts what they will release.
 
     Raises:
         ValueError: there are several; or figures without noise stand beside them.
     """
-    found = [callback for callback in each(call.callbacks) if hasattr(callback, "enter")]
+    found = [
+        callback for callback in each(call.callbacks) if hasattr(callback, "enter_evaluations")
+    ]
     raw = "validation_split" if call.validation_split else "validation_data"
     if len(found) > 1:
         raise ValueError(

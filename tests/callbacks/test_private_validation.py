@@ -431,7 +431,7 @@ def test_where_nothing_is_counted_it_is_refused(monkeypatch):
         plain.fit(X, Y, verbose=0, callbacks=[scored()])
     monkeypatch.setattr(workers, "place", lambda *_: (0, 2))
     with pytest.raises(ValueError, match="not for several workers"):
-        scored().enter(make(), Sampling.poisson(N, B), range(2), None)
+        scored().enter_evaluations(make(), Sampling.poisson(N, B), range(2), None)
 
 
 def test_arguments_out_of_range_are_refused_at_once():
