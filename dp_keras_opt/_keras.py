@@ -17,6 +17,7 @@ from keras.src.export.export_utils import get_input_signature
 from keras.src.layers.rnn.conv_lstm import ConvLSTMCell
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
+from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 from keras.src.trainers.data_adapters import (
     is_grain_dataset,
     is_tf_dataset,
@@ -41,6 +42,7 @@ __all__ = [
     "is_tf_dataset",
     "is_torch_dataloader",
     "index_directory",
+    "is_binary_or_sparse_categorical",
     "to_snake_case",
     "train_validation_split",
 ]
@@ -69,6 +71,8 @@ FUNCTIONS = (
             "to be its subclass, so that a private functional model is saved and loaded as one"),
     Private("models.model", "functional_init_arguments", "3.0",
             "to tell DPModel(inputs, outputs) from the constructor of a subclass as Keras does"),
+    Private("trainers.compile_utils", "is_binary_or_sparse_categorical", "3.0",
+            "to take the accuracy that compile would take for these targets"),
     Private("trainers.data_adapters", "is_tf_dataset", "3.0", "what Keras reads batches of"),
     Private("trainers.data_adapters", "is_torch_dataloader", "3.0", "the same"),
     Private("trainers.data_adapters", "is_grain_dataset", "3.12", "the same"),

@@ -1,4 +1,4 @@
-"""Callbacks that report the privacy loss, and that stop before a budget is exceeded."""
+"""Callbacks: ε in the logs, budgets that end a training, figures that may be published."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.deprecation import renamed_attribute
 from dp_keras_opt.model import DPModel
+from dp_keras_opt.private_validation import PrivateValidation
 from dp_keras_opt.types import Accountant
 
 if TYPE_CHECKING:
     from dp_keras_opt.accounting.sampling import Sampling
 
-__all__ = ["OptimizerReport", "PrivacyBudget", "PrivacyReport"]
+__all__ = ["OptimizerReport", "PrivacyBudget", "PrivacyReport", "PrivateValidation"]
 
 
 class PrivacyReport(keras.callbacks.Callback):

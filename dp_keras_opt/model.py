@@ -340,8 +340,8 @@ class DPModel(keras.Model):
 
         Raises:
             ValueError: the data declares no sampling, or one that does not match the optimizer; an
-                argument has no meaning beside `Batches`; layers were frozen or unfrozen since
-                `compile`.
+                argument has no meaning beside `Batches`, or beside a `PrivateValidation`; layers
+                were frozen or unfrozen since `compile`.
             TypeError: `validation_data` are `Batches`, or nothing that Keras reads.
             PrivacyBudgetError: a budget affords not even the first step.
         """
@@ -365,6 +365,7 @@ class DPModel(keras.Model):
         )
         _keras.check_is_compiled(self, "fit")
         fit_arguments.check_validation_data(validation_data)
+        scores = fit_arguments.private_scores(call)
         clipping.validate(self)  # layers may have been thawed since `compile`
         if self.built and self.optimizer.built:  # a step that is traced would go on as it is
             self.optimizer.ensure_built(self.trainable_variables)
@@ -385,6 +386,8 @@ class DPModel(keras.Model):
         if taken.pass_length:
             overhang = 0
         in_all = _product(last, steps_of_epoch) + overhang
+        if scores is not None:  # what they cost is no longer there for the training
+            scores.enter_evaluations(self, sampling, range(first, last), budget)
         found = self._settle_noise(callbacks, sampling, planned + overhang, budget, in_all)
         guard.sample_as(self, sampling, taken.order_seed)
         guard.budget = budget  # a run keeps its privacy filter

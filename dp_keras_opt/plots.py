@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from dp_keras_opt import filters, theory
 from dp_keras_opt.accounting.risk import Risk
+from dp_keras_opt.private_validation import PrivateValidation
 
 __all__ = [
     "autocorrelation",
@@ -29,6 +30,7 @@ __all__ = [
     "scores",
     "spectrum",
     "trade_off",
+    "training_curve",
 ]
 
 
@@ -374,6 +376,40 @@ def trade_off(risks: Mapping[str, Risk], axes: Any = None) -> Any:
     axes.set_xlabel("false-positive rate")
     axes.set_ylabel("true-positive rate, at most")
     axes.grid(alpha=0.3)
+    axes.legend()
+    return axes
+
+
+def training_curve(
+    validation: PrivateValidation, figures: Sequence[str] | None = None, axes: Any = None
+) -> Any:
+    """Scores by epoch, with bands of twice the standard deviation of their noise to either side.
+
+    Args:
+        validation: the callback, after `fit`.
+        figures: None, or the names of those to draw; by default all that are single numbers.
+        axes: None for a new figure, or matplotlib axes to draw on.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: nothing was evaluated.
+    """
+    history = validation.history
+    if not history:
+        raise ValueError("There is nothing to draw: no evaluation has taken place.")
+    if figures is None:
+        figures = [name for name, found in history.items() if np.ndim(found[0].value) == 0]
+    axes = axes or _new_axes()
+    epochs = np.array(validation.epochs) + 1
+    for name in figures:
+        values, stds = np.transpose(history[name])
+        (line,) = axes.plot(epochs, values, marker=".", label=name)
+        bounds = values - 2 * stds, values + 2 * stds
+        axes.fill_between(epochs, *bounds, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("score, with noise")
     axes.legend()
     return axes
 

@@ -25,6 +25,7 @@ import tensorflow as tf
 from dp_keras_opt import checksums
 from dp_keras_opt._keras import layers_of
 from dp_keras_opt.accounting.privacy_statement import claims, not_covered, rounded_up
+from dp_keras_opt.statistics.private_data import Estimate
 from dp_keras_opt.version import __version__
 
 #: Whoever knows the seed can draw the noise again and subtract it.
@@ -33,6 +34,7 @@ _SECRET = "seed"
 _LONGEST = 100
 
 _OF_PRIVATE_DATA = "computed from private data without noise: not covered by the guarantee"
+_WITH_NOISE = "released with noise of standard deviation {:.4g}, at the price that the ledger has"
 _OF_PUBLIC_DATA = "computed from data that need no protection"
 
 
@@ -41,24 +43,42 @@ class Metric:
     """A figure for the model card.
 
     Attributes:
-        value: the figure; a finite number.
+        value: the figure, a finite number; or the `statistics.Estimate` of one that was released
+            with noise, as by `statistics.evaluate`, whose price the ledger has.
         data: on which data it was computed, in words.
-        private: whether these data are private. The card then says that the figure was computed
-            from them without noise, so that the guarantee does not cover its publication.
+        private: whether these data are private. Of a plain number the card then says that it was
+            computed from them without noise, so that the guarantee does not cover its publication.
     """
 
-    value: float
+    value: float | Estimate
     data: str
     private: bool
 
     def __post_init__(self) -> None:
-        if not isinstance(self.value, numbers.Real) or not math.isfinite(self.value):
+        if not isinstance(self.figure, numbers.Real) or not math.isfinite(self.figure):
             raise ValueError(f"value must be a finite number, received {self.value!r}.")
         if not isinstance(self.private, bool):
             raise ValueError(
                 f"private must be True or False, received {self.private!r}: say whether the metric "
                 "was computed on private data."
             )
+
+    @property
+    def figure(self) -> float:
+        """The number."""
+        return self.value.value if isinstance(self.value, Estimate) else self.value
+
+    @property
+    def noise_std(self) -> float | None:
+        """The standard deviation of its noise; None of a number that has none."""
+        return float(self.value.noise_std) if isinstance(self.value, Estimate) else None
+
+    @property
+    def note(self) -> str:
+        """What the card says of its publication."""
+        if self.noise_std is not None:
+            return _WITH_NOISE.format(self.noise_std)
+        return _OF_PRIVATE_DATA if self.private else _OF_PUBLIC_DATA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +133,11 @@ def content(model, report, statement, inputs, outputs, card=None):
         "data": card.data,
         "metrics": {
             name: {
-                "value": float(metric.value),
+                "value": float(metric.figure),
+                "noise_std": metric.noise_std,
                 "data": metric.data,
                 "private": metric.private,
-                "note": _OF_PRIVATE_DATA if metric.private else _OF_PUBLIC_DATA,
+                "note": metric.note,
             }
             for name, metric in card.metrics.items()
         },
@@ -144,6 +165,7 @@ def _privacy(model, report):
             {
                 "epsilon": _epsilon(claim.promised),
                 "delta": float(delta),
+                "data_set": claim.data_set,
                 "unit": claim.unit,
                 "adjacency": claim.adjacency,
                 "proven": not claim.is_heuristic,
@@ -165,6 +187,8 @@ def _epsilon(epsilon):
 
 def _training(segment):
     return {
+        "purpose": segment.purpose,
+        "data_set": segment.data_set,
         "steps": segment.steps,
         "planned_steps": segment.planned_steps if math.isfinite(segment.planned_steps) else None,
         "noise": [

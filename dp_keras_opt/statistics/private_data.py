@@ -13,7 +13,7 @@ from scipy import stats
 from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.ledger import Ledger
 from dp_keras_opt.accounting.sampling import Sampling
-from dp_keras_opt.accounting.segment import TRAINING
+from dp_keras_opt.accounting.segment import TRAINING, Segment
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.data.users import examples_by_user
 from dp_keras_opt.noise.gaussian import Gaussian
@@ -504,6 +504,23 @@ class PrivateData:
             sensitivity=sensitivity, purpose=purpose, data_set=self.data_set, budget=self.budget,
         )  # fmt: skip
         return released(total, segment, self.ledger)
+
+    def _plan_scores(
+        self, number: int, epsilon: float, delta: float, purpose: str, times: int = 1
+    ) -> Segment:
+        """What the ledger is to say of sums of vectors of norm 1 at most, so many times together.
+
+        Args:
+            number: n, how many units there are.
+            epsilon, delta: what all of them may cost together.
+            purpose: what they are, in words.
+            times: how often they are released.
+        """
+        return planned(
+            "scores", self._mechanism, self._sampling(number), epsilon, delta,
+            sensitivity=1.0, purpose=purpose, data_set=self.data_set, times=times,
+            budget=self.budget,
+        )  # fmt: skip
 
 
 class _Shared:

@@ -187,6 +187,32 @@ def budget_of(callbacks: Any) -> Budget | None:
     return budgets[0] if budgets else None
 
 
+def private_scores(call: FitArguments) -> Any | None:
+    """The callback that releases scores on private data, or None.
+
+    Such have a method `enter_evaluations`, which counts what they will release.
+
+    Raises:
+        ValueError: there are several; or figures without noise stand beside them.
+    """
+    found = [
+        callback for callback in each(call.callbacks) if hasattr(callback, "enter_evaluations")
+    ]
+    raw = "validation_split" if call.validation_split else "validation_data"
+    if len(found) > 1:
+        raise ValueError(
+            "fit takes one PrivateValidation: several would write the same names into the logs. "
+            "Give one all metrics."
+        )
+    if found and (call.validation_split or call.validation_data is not None):
+        raise ValueError(
+            f"fit does not take {raw} beside {type(found[0]).__name__}: it puts figures without "
+            "noise into the same logs, as val_..., and everything that reads these would see "
+            "them. Leave it out; figures of public data are model.evaluate(...) after the fit."
+        )
+    return found[0] if found else None
+
+
 def reports_first(callbacks: Any) -> Any:
     """Callbacks that write into `logs` before those that read them."""
     if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):

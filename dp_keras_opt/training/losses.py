@@ -100,11 +100,8 @@ class _Unreduced:
                 f"The loss '{self.loss.name}' reduces over the batch, so that one example's loss "
                 "depends on the others. Return one value per example, without the mean."
             )
-        if mask is not None:  # the mean is over the positions that count
-            mask = _broadcast(tf.cast(mask, values.dtype), values)
-            mask = tf.broadcast_to(mask, tf.shape(values))
-            share = tf.reduce_mean(mask, axis=range(1, values.shape.rank), keepdims=True)
-            values *= tf.math.divide_no_nan(mask, share)
+        if mask is not None:
+            values = of_unmasked(values, mask)
         if sample_weight is not None:
             values *= _broadcast(tf.cast(sample_weight, values.dtype), values)
         return tf.reduce_mean(values, axis=range(1, values.shape.rank))
@@ -117,6 +114,14 @@ class _Recorded:
 
     def update_state(self, value, sample_weight=None):
         self.value = value
+
+
+def of_unmasked(values, mask):
+    """Values (B, ...), weighted so that their mean is that over the positions that count."""
+    mask = _broadcast(tf.cast(mask, values.dtype), values)
+    mask = tf.broadcast_to(mask, tf.shape(values))
+    share = tf.reduce_mean(mask, axis=range(1, values.shape.rank), keepdims=True)
+    return values * tf.math.divide_no_nan(mask, share)
 
 
 def _broadcast(weight, values):

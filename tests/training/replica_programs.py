@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import dp_keras_opt as dp
+from dp_keras_opt.noise import numbers
 from dp_keras_opt.workers import gathered
 from tests.helpers.datasets import numpy_elements
 from tests.helpers.normals import assert_exactly
@@ -402,9 +403,27 @@ def models_are_checked(strategy):
             assert_same_on_all(strategy, model)
 
 
+def scores_are_released_once(strategy):
+    drawn, honest = [], numbers.released
+    metric = dp.statistics.metrics.Mean(keras.metrics.mean_absolute_error, (0, 2), "mae")
+    validation = dp.callbacks.PrivateValidation((X, Y), metric, 0.5, 1e-3)
+    numbers.released = lambda total, *terms: drawn.append(total) or honest(total, *terms)
+    try:
+        with strategy.scope():
+            model = make(optimizer())
+            model.fit(unweighted(4), epochs=2, verbose=0, callbacks=[validation])
+    finally:
+        numbers.released = honest
+    assert len(drawn) == len(validation.history["mae"]) == 2
+    errors = np.minimum(np.abs(model(X).numpy() - Y), 2)
+    np.testing.assert_allclose(drawn[1], np.sum(errors - 1), rtol=1e-4, atol=1e-3)
+    assert [segment.steps for segment in model.ledger.segments] == [2, 8]
+
+
 MIRRORED = {
     2: [
         noise_has_its_scale,
+        scores_are_released_once,
         every_rule_keeps_replicas_equal,
         what_cannot_be_is_refused,
         models_are_checked,
