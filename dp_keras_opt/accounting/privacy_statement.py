@@ -169,7 +169,8 @@ def _claim(segments, delta, accountant):
         risk = risk_of(segments, accountant)
     else:
         first = segments[0].sampling
-        risk = of_guarantee(dearest.epsilon, delta, unit=first.unit, adjacency=first.adjacency)
+        what = {"unit": first.unit, "adjacency": first.adjacency, "data_set": segments[0].data_set}
+        risk = of_guarantee(dearest.epsilon, delta, **what)
     return Claim(segments, lower, spent.epsilon, *dearest, risk)
 
 

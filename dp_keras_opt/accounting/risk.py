@@ -22,6 +22,7 @@ import numpy.typing as npt
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.privacy_filters import kept_filter
+from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.accounting.trade_off import TradeOff, of_losses, of_pairs
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.types import Accountant
@@ -39,9 +40,9 @@ Basis: TypeAlias = Literal[
 ]
 
 _QUESTIONS = {
-    "add_or_remove_one": "whether one {unit} was in the training data",
-    "zero_out": "whether one {unit} was in the training data",
-    "replace_one": "which of two candidates was the {unit} in the training data",
+    "add_or_remove_one": "whether one {unit} was in the {data_set} data",
+    "zero_out": "whether one {unit} was in the {data_set} data",
+    "replace_one": "which of two candidates was the {unit} in the {data_set} data",
 }
 
 
@@ -62,6 +63,7 @@ class Risk:
         adjacency: which data sets are neighbours.
         is_heuristic: whether the sampling is accounted for by a heuristic, without proof.
         is_open: whether results may have stopped the training, and its plan is not known.
+        data_set: which data the unit is in.
     """
 
     curves: tuple[TradeOff, ...] = dataclasses.field(repr=False)
@@ -70,6 +72,7 @@ class Risk:
     adjacency: str = "add_or_remove_one"
     is_heuristic: bool = False
     is_open: bool = False
+    data_set: str = TRAINING
 
     def true_positive_rate(self, false_positive_rate: npt.ArrayLike) -> Any:
         """The highest share of members that an attack finds, where it takes so many others for one.
@@ -138,7 +141,7 @@ class Risk:
     @property
     def sentence(self) -> str:
         """The risk in one sentence, rounded up."""
-        question = _QUESTIONS[self.adjacency].format(unit=self.unit)
+        question = _QUESTIONS[self.adjacency].format(unit=self.unit, data_set=self.data_set)
         if self.basis == "no release":
             return "Nothing was released: no attack does better than guessing."
         if self.basis == "unbounded":
@@ -195,8 +198,10 @@ class Risk:
     @property
     def remarks(self) -> list[str]:
         """What the figures rest on, sentences."""
+        is_training = self.data_set == TRAINING
+        whole = "the whole training" if is_training else "all that was released of these data"
         found = {
-            "loss distribution": "Bounds from the privacy losses of the whole training.",
+            "loss distribution": f"Bounds from the privacy losses of {whole}.",
             "epsilon and delta": (
                 "Bounds from epsilon and delta alone, since this training has no distribution of "
                 "privacy losses here: the truth may be far below."
@@ -227,7 +232,8 @@ def risk_of(segments: Sequence[Any], accountant: Accountant = "auto") -> Risk:
     kept = kept_filter(segments)
     if kept is not None:
         first = segments[0].sampling
-        return Risk(_of_budget(kept), "budget of a filter", first.unit, first.adjacency)
+        what = {"unit": first.unit, "adjacency": first.adjacency, "data_set": segments[0].data_set}
+        return Risk(_of_budget(kept), "budget of a filter", **what)
     curves, bases = [], set()
     for history in scenarios(segments):
         found, basis = _curves(history, accountant)
@@ -242,6 +248,7 @@ def risk_of(segments: Sequence[Any], accountant: Accountant = "auto") -> Risk:
         sampling.adjacency,
         any(segment.sampling.is_heuristic for segment in segments),
         any(is_unknown(segment) for segment in segments),
+        segments[0].data_set,
     )
 
 

@@ -486,3 +486,17 @@ def test_a_network_for_pictures():
     exact = np.mean((model.predict(images[:40], verbose=0)[:, 0] > 0.5) == Y[:40])
     assert history["private_accuracy"][-1] == pytest.approx(exact, abs=0.1)
     assert history["private_auc"][-1] > 0.8
+
+
+def test_scores_keep_the_filter_of_their_training():
+    """Epochs, scores and a further fit with other noise: all within one limit."""
+    budget = PrivacyBudget(3.0, DELTA, accountant=dp.accounting.RenyiFilter(12))
+    validation = scored(epsilon=0.3)
+    model = make(noise_multiplier=4.0)
+    fit(model, budget, validation, epochs=1)
+    filters = {segment.filter for segment in model.ledger.segments}
+    assert filters == {budget.budget.filter}
+    model.compile(dp.optimizers.DPSGD(0.1, clip_norm=0.5, noise_multiplier=6.0),
+                  "sparse_categorical_crossentropy")  # fmt: skip
+    fit(model, budget, scored(epsilon=0.3), epochs=1)
+    assert model.ledger.epsilon(DELTA) <= 3.0 == model.ledger.epsilon_as_planned(DELTA)

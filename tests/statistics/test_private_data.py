@@ -303,6 +303,7 @@ def test_data_sets_that_have_no_unit_in_common_do_not_add_up():
     text = " ".join(ledger.statement(1e-6).split())
     assert "for one example of the survey data with epsilon = 2.000" in text
     assert "No example is in two of these data sets, as was stated" in text
+    assert "tell whether one example was in the survey data gains at most" in text
 
 
 # Data as users have them.
