@@ -178,7 +178,7 @@ class Ledger:
             first_step=first_step,
             selection=selection,
             plan=plan,
-            filter=filter,
+            filter=filter and filter.after(self.steps),
             after=tuple(sorted(s.state for s in self.segments if s.planned_steps > s.steps > 0)),
         )
         step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
@@ -387,7 +387,7 @@ class Ledger:
     def absorb(self, other: Ledger) -> None:
         """Does as `merge`, but goes on with the current segment, unless `other` knows more of it.
 
-        Nor does it go on beside steps that did not run under the same privacy filter.
+        Under a privacy filter it goes on with none: a segment knows all that was before it.
 
         Raises:
             ValueError: as `merge`.
@@ -401,8 +401,8 @@ class Ledger:
                 _check_same(own, segment)
             if segment.steps and (own is None or _progress(own) < _progress(segment)):
                 known[segment.run] = new[segment.run] = segment
-        filters = {segment.filter for segment in new.values()}
-        if self._current and (self._current.run in new or filters - {self._current.filter}):
+        filtered = any(segment.filter for segment in (*new.values(), self._current) if segment)
+        if self._current and (self._current.run in new or (new and filtered)):
             self.close()
         kept = {segment.run: segment for segment in self._closed}
         self._closed = list((kept | new).values())
