@@ -38,7 +38,7 @@ import dp_keras_opt as dp
 DELTA = 1e-6
 UNIT = "sentence"
 WORDS = 3000  # of the vocabulary, at most
-WORDS_PER_SENTENCE = 25  # that a sentence counts for, at most
+WORDS_PER_SENTENCE = 15  # that a sentence counts for, at most
 MOST_LENGTH = 80  # words; what a sentence of usual length has at most
 
 
@@ -71,7 +71,7 @@ def build(texts, private, epsilon):
     text = keras.Input((), dtype="string", name="text")
     length = keras.Input((1,), name="length")
     x = keras.layers.Concatenate()([vectorize(text), normalize(length)])
-    output = keras.layers.Dense(1, kernel_initializer="zeros", name="is_new")(x)
+    output = keras.layers.Dense(1, "sigmoid", kernel_initializer="zeros", name="is_new")(x)
     print(f"{vectorize.vocabulary_size()} words, the first of them: "
           + " ".join(vectorize.get_vocabulary()[1:9]))  # fmt: skip
     return dp.DPModel({"text": text, "length": length}, output)
@@ -86,7 +86,7 @@ def train(model, data, options):
     optimizer = dp.optimizers.DPAdam(
         options.learning_rate, clip_norm=dp.clipping.Quantile(0.5, initial=1.0)
     )
-    model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+    model.compile(optimizer, "binary_crossentropy")
     texts, labels = data["train"]
     batches = dp.data.poisson_batches(
         (features(texts), labels), options.batch_size, len(texts) // options.batch_size, unit=UNIT
@@ -118,7 +118,7 @@ def plot(validation, path):
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, scores in validation.history.items():
         values, stds = zip(*scores, strict=True)
-        axes.errorbar(validation.epochs, values, stds, capsize=2, label=name)
+        axes.errorbar(np.add(validation.epochs, 1), values, stds, capsize=2, label=name)
     axes.set_xlabel("epoch")
     axes.set_ylabel("score on private validation data, with noise")
     axes.grid(alpha=0.3)

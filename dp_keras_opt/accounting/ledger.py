@@ -135,7 +135,7 @@ class Ledger:
     @property
     def steps(self) -> int:
         """Number of steps of all segments."""
-        return sum(segment.steps for segment in self.segments)
+        return _steps(self.segments)
 
     def begin(
         self,
@@ -182,7 +182,7 @@ class Ledger:
             first_step=first_step,
             selection=selection,
             plan=plan,
-            filter=filter,
+            filter=filter and filter.after(_steps(self.of_data_set())),
             after=tuple(sorted(s.state for s in self.segments if s.planned_steps > s.steps > 0)),
         )
         step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
@@ -194,8 +194,8 @@ class Ledger:
     def enter(self, segment: Segment) -> None:
         """Counts what is about to be released beside the training, once and as a whole.
 
-        The run that goes on is not interrupted by it. Under a privacy filter, the release keeps its
-        budget, too.
+        The run that goes on is not interrupted by it, but under a privacy filter, whose budget the
+        release keeps, too.
 
         Args:
             segment: a `Segment` of another run than those that the ledger knows.
@@ -209,8 +209,9 @@ class Ledger:
         step_event(segment.releases, segment.sampling.noise_adjacency)
         segment.sampling.check_releases(segment.releases)
         before = [known for known in self.of_data_set(segment.data_set) if known.steps]
-        if segment.filter is None:
-            segment = dataclasses.replace(segment, filter=common_filter(before))
+        held = segment.filter or common_filter(before)
+        if held is not None:
+            segment = dataclasses.replace(segment, filter=held.after(_steps(before)))
         admit(before, segment)
         if segment.filter is not None and not segment.filter.is_kept([*before, segment]):
             raise ValueError(
@@ -424,7 +425,7 @@ class Ledger:
     def absorb(self, other: Ledger) -> None:
         """Does as `merge`, but goes on with the current segment, unless `other` knows more of it.
 
-        Nor does it go on beside steps that did not run under the same privacy filter.
+        Under a privacy filter it goes on with none: a segment knows all that was before it.
 
         Raises:
             ValueError: as `merge`.
@@ -439,11 +440,9 @@ class Ledger:
             if segment.steps and (own is None or _progress(own) < _progress(segment)):
                 known[segment.run] = new[segment.run] = segment
         current = self._current
-        if current and any(
-            segment.run == current.run
-            or (segment.data_set == current.data_set and segment.filter != current.filter)
-            for segment in new.values()
-        ):
+        beside = [each for each in new.values() if current and each.data_set == current.data_set]
+        filtered = any(segment.filter for segment in (*beside, current) if segment)
+        if current and (current.run in new or (beside and filtered)):
             self.close()
         kept = {segment.run: segment for segment in self._closed}
         self._closed = list((kept | new).values())
@@ -531,6 +530,10 @@ class Ledger:
             self._unlocked, self._journal = self.path, None
 
     release = deprecation.renamed_attribute("release", "unlock")
+
+
+def _steps(segments):
+    return sum(segment.steps for segment in segments)
 
 
 def _progress(segment):

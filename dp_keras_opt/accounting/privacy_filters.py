@@ -349,6 +349,8 @@ class FilterBudget:
         filter: the `PrivacyFilter`.
         epsilon: ε at `delta`, positive and finite.
         delta: δ in (0, 1).
+        before: of a segment, how many steps its ledger had when it began: those that were held
+            against the limit together with its own. Not compared.
 
     Raises:
         ValueError: the filter has no such budget.
@@ -357,6 +359,7 @@ class FilterBudget:
     filter: PrivacyFilter
     epsilon: float
     delta: float
+    before: int = dataclasses.field(default=0, compare=False)
 
     def __post_init__(self):
         if not 0 < self.epsilon < math.inf:
@@ -382,8 +385,21 @@ class FilterBudget:
         accountant = LossDistributionAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
         return accountant.compose(dp_accounting.GaussianDpEvent(self.noise_multiplier)).composed()
 
+    def after(self, steps: int) -> FilterBudget:
+        """The same, of a segment that begins after so many steps."""
+        return dataclasses.replace(self, before=steps)
+
     def is_kept(self, segments: Sequence[Segment]) -> bool:
-        """Whether the sum of these segments is within the limit."""
+        """Whether these segments were held against the limit together, and are within it.
+
+        Of merged ledgers that were begun, or went on, without knowing of each other each kept the
+        limit alone: that their sum happens to be within it is a result, and promises nothing.
+        """
+        known = 0
+        for before, steps in sorted((s.filter.before, s.steps) for s in segments if s.filter):
+            if before != known:
+                return False
+            known += steps
         spent = self.filter.epsilon(segments, self.delta)
         return spent <= self.epsilon * (1 + _TOLERANCE)
 
@@ -395,14 +411,15 @@ class FilterBudget:
 
     def get_config(self) -> dict[str, Any]:
         """All of it, as JSON-able values."""
-        return self.filter.get_config() | {"epsilon": self.epsilon, "delta": self.delta}
+        own = {"epsilon": self.epsilon, "delta": self.delta, "before": self.before}
+        return self.filter.get_config() | own
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FilterBudget:
         """The budget that `get_config` described."""
         given = dict(config)
-        epsilon, delta = given.pop("epsilon"), given.pop("delta")
-        return cls(PrivacyFilter.from_config(given), epsilon, delta)
+        own = {name: given.pop(name) for name in ("epsilon", "delta", "before")}
+        return cls(PrivacyFilter.from_config(given), **own)
 
     def __str__(self):
         return f"{self.filter}, epsilon = {self.epsilon:g} at delta = {self.delta:g}"

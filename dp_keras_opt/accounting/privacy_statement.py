@@ -216,8 +216,9 @@ def _choices(claim, delta):
         return
     if any(segment.filter is not None for segment in claim.segments):
         yield (
-            "Choices: steps ran under a privacy filter, but all of them together did not keep one "
-            "budget by one filter, so that its guarantee is lost."
+            "Choices: steps ran under a privacy filter, but not all of them were held against one "
+            "limit together and kept it, as of ledgers that were merged, so that its guarantee is "
+            "lost."
         )
     kinds = ((each.releases, each.schedule, each.sampling) for each in claim.segments)
     first = next(kinds)

@@ -527,7 +527,8 @@ def test_it_survives_files(train, tmp_path):
         with pytest.raises(ValueError, match="another privacy filter"):
             train((40.0, 1), ledger=again, filter=FilterBudget(RENYI, 3.0, DELTA))
     config = json.loads(ledger.to_json())["segments"][0]["filter"]
-    assert config == {"kind": "renyi", "order": 16.0, "epsilon": 2.0, "delta": DELTA}
+    own = {"epsilon": 2.0, "delta": DELTA, "before": 0}
+    assert config == {"kind": "renyi", "order": 16.0} | own
     assert FilterBudget.from_config(OF_GAUSSIAN.get_config()) == OF_GAUSSIAN
 
 
@@ -558,16 +559,49 @@ def test_no_step_ahead_is_on_file(train, gaussians, tmp_path):
     assert read.steps == limit and read.epsilon_as_planned(DELTA) == 2.0
 
 
-def test_merged_ledgers_of_one_filter_share_its_limit(train):
-    first, second = (train((4.0, 300), filter=OF_RENYI) for _ in range(2))
-    copy = Ledger.from_json(first.to_json())
-    first.merge(copy)
-    assert first.steps == 300 and first.epsilon_as_planned(DELTA) == 2.0
+def test_a_merged_copy_changes_nothing(train):
+    ledger = train((4.0, 200), (5.0, 100), filter=OF_RENYI)
+    copy = Ledger.from_json(ledger.to_json())
+    train((6.0, 50), ledger=ledger, filter=OF_RENYI)
+    for one, other in ((ledger, copy), (copy, ledger)):
+        one.merge(other)
+        assert one.steps == 350 and one.epsilon_as_planned(DELTA) == 2.0
+        train((9.0, 1), ledger=Ledger.from_json(one.to_json()), filter=OF_RENYI)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_ledgers_that_kept_the_limit_apart_lose_it(train, forked):
+    """What each would have spent had it seen more is not known: a small sum promises nothing."""
+    first = train((4.0, 100), filter=OF_RENYI)
+    second = Ledger.from_json(first.to_json()) if forked else Ledger()
+    train((4.0, 10), ledger=first, filter=OF_RENYI)
+    train((4.0, 20), ledger=second, filter=OF_RENYI)
+    assert first.epsilon_as_planned(DELTA) == second.epsilon_as_planned(DELTA) == 2.0
     first.merge(second)
-    assert first.epsilon_as_planned(DELTA) == 2.0 > first.epsilon(DELTA)
-    first.merge(train((2.0, 300), filter=OF_RENYI))  # each alone was within it
-    assert first.epsilon_as_planned(DELTA) == first.epsilon(DELTA) > 2.0
-    assert "its guarantee is lost" in _said(first)
+    assert first.epsilon_as_planned(DELTA) == first.epsilon(DELTA) < 2.0
+    text = _said(first)
+    assert "its guarantee is lost" in text and "whatever was chosen" not in text
+    assert first.risk().basis == "epsilon and delta"
+
+
+def test_a_run_that_went_on_after_it_was_copied(train):
+    first = train((4.0, 100), filter=OF_RENYI)
+    second = Ledger.from_json(first.to_json())
+    first.reserve(10)
+    train((4.0, 20), ledger=second, filter=OF_RENYI)
+    second.merge(first)
+    assert second.steps == 130 and "its guarantee is lost" in _said(second)
+
+
+def test_ledgers_that_knew_of_each_other_keep_it(train):
+    """As of two models that share weights and train in turns."""
+    first, second = train((4.0, 30), filter=OF_RENYI), Ledger()
+    for _ in range(3):
+        for one, other in ((second, first), (first, second)):
+            one.absorb(other)
+            train((4.0, 20), ledger=one, filter=OF_RENYI)
+    assert first.steps == 30 + 6 * 20 and first.epsilon_as_planned(DELTA) == 2.0
+    assert "whatever was chosen" in _said(first)
 
 
 def test_a_merged_ledger_of_several_filters_has_none(train):
@@ -586,12 +620,15 @@ def test_a_merged_ledger_of_several_filters_has_none(train):
         assert ledger.steps == 401
 
 
-def test_steps_without_it_end_the_segment_that_has_it(train, gaussians):
+def test_steps_of_others_end_a_segment(train, gaussians):
     ledger = train((4.0, 3), filter=OF_RENYI)
-    ledger.absorb(train((4.0, 3), filter=OF_RENYI))
+    ledger.absorb(Ledger.from_json(ledger.to_json()))
     assert ledger.current is not None
-    ledger.absorb(train((4.0, 3)))
-    assert ledger.current is None and ledger.steps == 9
+    for other in (train((4.0, 3), filter=OF_RENYI), train((4.0, 3))):
+        train((4.0, 1), ledger=ledger, filter=OF_RENYI)
+        ledger.absorb(other)
+        assert ledger.current is None
+    assert ledger.steps == 11
 
 
 # What is said.

@@ -404,3 +404,19 @@ def test_a_filter_of_one_data_set_is_none_of_another():
     dp.statistics.PrivateData(ledger, data_set="survey").mean(X, (-1, 7), 3.0, 1e-6)
     filters = [segment.filter for segment in ledger.segments]
     assert filters == [budget.filter, None]
+
+
+def test_a_statistic_between_steps_under_a_filter_ends_their_run():
+    budget = dp.accounting.Budget(2.0, 1e-6, dp.accounting.RenyiFilter(20))
+    ledger = dp.accounting.Ledger()
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=20.0, batch_size=20)
+    sampling = dp.accounting.Sampling.poisson(N, 20)
+    ledger.begin(optimizer.releases, sampling, filter=budget.filter)
+    ledger.reserve(5)
+    dp.statistics.PrivateData(ledger).mean(X, (-1, 7), 0.3, 1e-6)
+    assert ledger.current is None
+    ledger.begin(optimizer.releases, sampling, filter=budget.filter)
+    ledger.reserve(5)
+    dp.statistics.PrivateData(ledger, data_set="survey").mean(X, (-1, 7), 0.3, 1e-6)
+    assert ledger.current is not None
+    assert ledger.epsilon_as_planned(1e-6) == 2.0

@@ -259,3 +259,37 @@ def test_what_is_written_beside_the_model_says_the_budget(tmp_path):
     assert "whatever was chosen" in _said(privacy["statement"])
     (training,) = privacy["training"]
     assert training["privacy_filter"] == "Renyi filter of order 8, epsilon = 4 at delta = 0.0001"
+
+
+def test_a_run_goes_on_only_where_it_was_the_last(tmp_path):
+    noise, budget = {"noise_multiplier": 8.0, "noise": BandedMatrix(20, 3)}, _budget()
+    model = _model(**noise)
+    _fit(model, _epochs(), 1, [budget])
+    model.save_run(tmp_path / "run.secret.npz")
+    _compile(model, noise_multiplier=20.0)
+    _fit(model, _epochs(), 1, [budget])
+    _compile(model, **noise)
+    order_seed = model.resume_run(tmp_path / "run.secret.npz")
+    more = dp.data.fixed_order_epochs((X, Y), B, order_seed=order_seed)
+    with pytest.raises(ValueError, match="Other steps ran since the run was saved"):
+        model.fit(more, verbose=0, callbacks=[budget])
+    assert model.ledger.steps == 10 and model.ledger.epsilon_as_planned(DELTA) == 4.0
+
+
+def test_models_that_share_layers_share_the_limit():
+    """Each sees what the other has spent before each of its steps."""
+    inputs = keras.Input((3,))
+    shared = keras.layers.Dense(2)(inputs)
+    models = [dp.DPModel(inputs, keras.layers.Dense(1)(shared)) for _ in range(2)]
+    for turn in range(2):
+        for model in models:
+            if not turn:
+                _compile(model, noise_multiplier=3.0)
+            _fit(model, _poisson(), 1, [_budget()])
+    assert [model.ledger.steps for model in models] == [20, 20]
+    for model in models:
+        assert model.ledger.epsilon_as_planned(DELTA) == 4.0
+        assert "whatever was chosen" in _said(model.statement(DELTA))
+    with pytest.warns(UserWarning, match="allows no further step"):
+        models[0].fit(_poisson(), epochs=100, verbose=0, callbacks=[_budget()])
+    assert models[1].ledger.epsilon(DELTA) <= 4.0
