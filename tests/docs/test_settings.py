@@ -46,7 +46,7 @@ def rows():
         cells = []
         for name, path in tasks.items():
             values = tests[name][candidate]
-            if not values:  # yet to be run
+            if len(values) < 3:  # yet to be run
                 cells.append("")
                 continue
             error = np.std(values, ddof=1) / math.sqrt(len(values))
