@@ -39,13 +39,16 @@ def chosen(path):
 
 
 def rows():
-    """The rows of the table as the results have them, the constants that were chosen in italics."""
+    """The rows of the table as the results have them; constants that were chosen in italics."""
     tasks = {name: RESULTS / f"results-{name}.csv" for name in HIGHER_IS_BETTER}
     tests = {name: scores(path, "test") for name, path in tasks.items()}
     for candidate in tests["tabular"]:
         cells = []
         for name, path in tasks.items():
             values = tests[name][candidate]
+            if len(values) < 3:  # yet to be run
+                cells.append("")
+                continue
             error = np.std(values, ddof=1) / math.sqrt(len(values))
             mark = "*" if candidate in chosen(path) else ""
             cells.append(f"{mark}{np.mean(values):.4f} ± {error:.4f}{mark}")
