@@ -105,16 +105,17 @@ class PrivacyReport(keras.callbacks.Callback):
 
         And one for each data set beside that of the training.
         """
-        ledger, found = self.model.ledger, {}
-        groups = composable(segment for segment in ledger.segments if segment.steps)
+        groups = composable(segment for segment in self.model.ledger.segments if segment.steps)
         trained = sum(group[0].data_set == TRAINING for group in groups)
+        found = {} if trained > 1 else {"epsilon": self.epsilon}
         for group in groups:
             sampling, data_set = group[0].sampling, group[0].data_set
-            name = "epsilon" if data_set == TRAINING else f"epsilon_{data_set}"
-            if trained > 1 and data_set == TRAINING:
-                name += f"_{sampling.unit}_{sampling.adjacency}"
-            found[name] = epsilon_of(group, self.delta, self.accountant)
-        return found if trained else found | {"epsilon": 0.0}
+            name = f"epsilon_{data_set}"
+            if data_set == TRAINING:
+                name = f"epsilon_{sampling.unit}_{sampling.adjacency}"
+            if data_set != TRAINING or trained > 1:
+                found[name] = epsilon_of(group, self.delta, self.accountant)
+        return found
 
     @property
     def epsilon(self) -> float:
