@@ -173,14 +173,16 @@ class Scores:
         self._norm = norm
         self._scales = np.array(weights) / np.linalg.norm(weights, 1 if norm == "l1" else 2)
         self._sizes: list[int] = []
-        self._traced: tuple[Any, Any] = (None, None)  # the model, and its function
+        self._function: Any = None  # of a batch, traced for this model and its loss
+        self._traced_for: tuple[Any, Any, Any] = (None, None, None)
         self._is_checked = False
 
     def __str__(self):
         return ", ".join(metric.name for metric in self.metrics)
 
     def __getstate__(self):
-        return vars(self) | {"_traced": (None, None)}  # a graph is not copied
+        # A graph is not copied.
+        return vars(self) | {"_function": None, "_traced_for": (None, None, None)}
 
     def check(self, model: keras.Model, rows: Rows) -> None:
         """Tries model and metrics on the first rows, before anything is paid for.
@@ -215,14 +217,17 @@ class Scores:
 
     def _trace(self, model):
         self._is_checked = False  # in every pass: the weights are others
-        if self._traced[0] is not model:
-            function = tf.function(lambda x, y: self._scored(model, x, y), reduce_retracing=True)
-            self._traced = model, function
+        loss = _keras.compiled_loss(model), getattr(model, "loss", None)
+        if any(a is not b for a, b in zip(self._traced_for, (model, *loss), strict=True)):
+            self._traced_for = model, *loss
+            self._function = tf.function(
+                lambda x, y: self._scored(model, x, y), reduce_retracing=True
+            )
 
     def _vectors_of(self, batch):
         """(B, d), of each row one vector of all metrics, float64."""
-        model, function = self._traced
-        parts, number = [part.numpy() for part in function(*batch)[1]], length(batch)
+        model, number = self._traced_for[0], length(batch)
+        parts = [part.numpy() for part in self._function(*batch)[1]]
         self._sizes = [part.shape[1] for part in parts]
         for metric, part in zip(self.metrics, parts, strict=True):
             if len(part) != number:

@@ -471,6 +471,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_paid():
     assert not model.ledger.steps
 
 
+def test_a_loss_that_is_compiled_anew_is_the_one_that_is_scored(draws):
+    def halved(y_true, y_pred):
+        return 0.5 * keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+
+    model, validation = make(rate=0.0), scored(Loss(2.0), evaluations=2)
+    for loss in ("sparse_categorical_crossentropy", halved):
+        model.compile(dp.optimizers.DPSGD(0.0, clip_norm=0.5, noise_multiplier=SIGMA), loss)
+        fit(model, validation, epochs=1)
+    output = model(X_VAL).numpy()
+    whole = -np.log(output[np.arange(V), Y_VAL])
+    for (total, _), losses in zip(draws, (whole, whole / 2), strict=True):
+        assert total[0] == pytest.approx(np.sum(np.minimum(losses, 2) - 1), abs=1e-3)
+
+
 def test_a_model_of_texts(draws):
     texts = np.where(Y == 1, "good film", "bad film")[:, None]
     words = layers.TextVectorization(vocabulary=["good", "bad", "film"], output_mode="multi_hot")
