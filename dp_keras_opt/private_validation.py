@@ -153,6 +153,8 @@ class PrivateValidation(keras.callbacks.Callback):
             )
         if self._process != entropy.process():  # the process that it forked from has them
             self._forget_price()
+        if model.built:
+            self._scores.check(model, self._rows)  # before an epoch is spent
         if self._segment is None:
             self._pay(model, sampling, self.evaluations or planned, budget)
         elif all(known.run != self._segment.run for known in model.ledger.segments):

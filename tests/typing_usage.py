@@ -48,6 +48,13 @@ def trained(model: keras.Model, optimizer: dp.optimizers.PrivateOptimizer, train
     dp.callbacks.PrivacyBudget(2.0, 1e-6, accountant=renyi)
     dp.callbacks.PrivacyBudget(2.0, 1e-6, accountant=dp.accounting.GaussianFilter())
     private.fit(train, epochs=5, callbacks=[report, budget, dp.callbacks.OptimizerReport()])
+    matrix = dp.statistics.metrics.ConfusionMatrix(2)
+    scores = dp.callbacks.PrivateValidation(
+        (train, train), ["accuracy", matrix], 0.5, 1e-6, every=2
+    )
+    private.fit(train, epochs=4, callbacks=[scores])
+    std: float = scores.history["accuracy"][0].noise_std + matrix.threshold
+    print(scores.epochs, std)
     spent: float = report.epsilon
     lower, upper = private.ledger.epsilon_bracket(1e-6)
     print(spent, upper - lower, report.statement().upper())

@@ -13,7 +13,6 @@ from dp_keras_opt import _keras, clipping
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.clipping import precision
 from dp_keras_opt.clipping.batch import Batch, map_leaves
-from dp_keras_opt.clipping.self_check.independence import equal_rows
 from dp_keras_opt.data import Batches, examples
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.statistics import metrics as known_metrics
@@ -111,6 +110,12 @@ class Rows:
                 raise TypeError(f"The data set must give batches (x, y); its elements are {spec}.")
             if any(leaf.shape.rank == 0 for leaf in tf.nest.flatten(spec)):
                 raise ValueError("The data set must give batches of rows: add .batch(256).")
+            if any(None in leaf.shape[1:] for leaf in tf.nest.flatten(spec)):
+                raise ValueError(
+                    "The rows of the data set have no fixed shape, so that the longest of a batch "
+                    "may pad all others, and change what the model makes of them. Pad all to one "
+                    f"length, padded_batch(..., padded_shapes=...). Its elements are {spec}."
+                )
         if weighted:
             raise ValueError(
                 "sample_weight is not taken with private scores: a weight makes one row count more "
@@ -168,14 +173,27 @@ class Scores:
         self._norm = norm
         self._scales = np.array(weights) / np.linalg.norm(weights, 1 if norm == "l1" else 2)
         self._sizes: list[int] = []
-        self._traced: tuple[Any, Any] = (None, None)  # the model, and its function
+        self._function: Any = None  # of a batch, traced for this model and its loss
+        self._traced_for: tuple[Any, Any, Any] = (None, None, None)
         self._is_checked = False
 
     def __str__(self):
         return ", ".join(metric.name for metric in self.metrics)
 
     def __getstate__(self):
-        return vars(self) | {"_traced": (None, None)}  # a graph is not copied
+        # A graph is not copied.
+        return vars(self) | {"_function": None, "_traced_for": (None, None, None)}
+
+    def check(self, model: keras.Model, rows: Rows) -> None:
+        """Tries model and metrics on the first rows, before anything is paid for.
+
+        Raises:
+            ValueError: as `total`; or a metric does not fit the targets and outputs.
+        """
+        self._trace(model)
+        first = next(iter(rows), None)
+        if first is not None:
+            self._vectors_of(first)
 
     def total(self, model: keras.Model, rows: Rows, units: Units) -> np.ndarray:
         """Σ over the units of the mean of their rows' vectors: a secret.
@@ -183,24 +201,8 @@ class Scores:
         Raises:
             ValueError: a metric or the model mixes rows, or the data are empty.
         """
-        if self._traced[0] is not model:
-            function = tf.function(lambda x, y: self._scored(model, x, y), reduce_retracing=True)
-            self._traced, self._is_checked = (model, function), False
-
-        def vectors(batch):
-            parts = [part.numpy() for part in self._traced[1](*batch)[1]]
-            self._sizes = [part.shape[1] for part in parts]
-            for metric, part in zip(self.metrics, parts, strict=True):
-                if len(part) != length(batch):
-                    raise ValueError(
-                        f"The metric {metric.name!r} gives {len(part)} values for "
-                        f"{length(batch)} rows. Return one value a row."
-                    )
-            self._check(model, batch)
-            scaled = (each * part for each, part in zip(self._scales, parts, strict=True))
-            return np.concatenate([np.float64(part) for part in scaled], axis=1)
-
-        total = vector_sum(rows, units, vectors, self._norm)
+        self._trace(model)
+        total = vector_sum(rows, units, self._vectors_of, self._norm)
         if not total.ndim:
             raise ValueError("The data are empty: there is nothing to score.")
         return total
@@ -212,6 +214,30 @@ class Scores:
         for metric, part, scale in zip(self.metrics, parts, self._scales.tolist(), strict=True):
             found |= metric.estimates(part / scale, noise_std / scale, number)
         return found
+
+    def _trace(self, model):
+        self._is_checked = False  # in every pass: the weights are others
+        loss = _keras.compiled_loss(model), getattr(model, "loss", None)
+        if any(a is not b for a, b in zip(self._traced_for, (model, *loss), strict=True)):
+            self._traced_for = model, *loss
+            self._function = tf.function(
+                lambda x, y: self._scored(model, x, y), reduce_retracing=True
+            )
+
+    def _vectors_of(self, batch):
+        """(B, d), of each row one vector of all metrics, float64."""
+        model, number = self._traced_for[0], length(batch)
+        parts = [part.numpy() for part in self._function(*batch)[1]]
+        self._sizes = [part.shape[1] for part in parts]
+        for metric, part in zip(self.metrics, parts, strict=True):
+            if len(part) != number:
+                raise ValueError(
+                    f"The metric {metric.name!r} gives {len(part)} values for {number} rows. "
+                    "Return one value a row."
+                )
+        self._check(model, batch)
+        scaled = (each * np.float64(part) for each, part in zip(self._scales, parts, strict=True))
+        return np.concatenate(list(scaled), axis=1)
 
     def _scored(self, model, x, y):
         """(outputs and losses, the vectors of each metric) of a batch."""
@@ -229,7 +255,7 @@ class Scores:
         return [tf.where(tf.math.is_finite(part), part, 0.0) for part in found]
 
     def _check(self, model, batch):
-        """Compares the rows of one batch with the same rows in parts of it, and one alone.
+        """Compares the rows of the first batch with the same rows in parts of it, and one alone.
 
         What mixes rows, as the mean of a batch does, gives them other values there. The metrics
         get the same outputs, which the model is compared on apart: of outputs that are rounded
@@ -293,7 +319,12 @@ def _rows_of(structure, part):
 def _agree(whole, alone, part):
     """Whether rows are the same up to rounding, which is coarse in half precision and in TF32."""
     whole, alone = np.asarray(whole[part]), np.asarray(alone)
+    if whole.shape != alone.shape or alone.dtype.kind in "OSU":
+        return np.array_equal(whole, alone)
     is_coarse = precision.is_coarse() or alone.dtype.itemsize < 4
-    values = np.abs(alone.astype(np.float64)) if alone.dtype.kind not in "OSU" else np.zeros(1)
-    largest = np.max(values, initial=0.0, where=np.isfinite(values))
-    return equal_rows(whole, alone, 0.05 * largest if is_coarse else 0.0)
+    whole, alone = whole.astype(np.float64), alone.astype(np.float64)
+    over = tuple(range(1, alone.ndim))
+    finite = np.where(np.isfinite(alone), np.abs(alone), 0.0)
+    largest = np.max(finite, axis=over, keepdims=True, initial=0.0)
+    error = (0.05 if is_coarse else 1e-4) * largest + 1e-6
+    return bool(np.isclose(whole, alone, rtol=0.0, atol=error, equal_nan=True).all())

@@ -17,7 +17,7 @@ from dp_keras_opt.accounting import Ledger, Sampling
 from dp_keras_opt.callbacks import PrivacyBudget, PrivacyReport, PrivateValidation
 from dp_keras_opt.noise import entropy, numbers
 from dp_keras_opt.statistics.evaluation import Scores
-from dp_keras_opt.statistics.metrics import ConfusionMatrix, Loss
+from dp_keras_opt.statistics.metrics import ConfusionMatrix, Loss, Mean
 from tests.helpers.normals import assert_exactly
 
 layers = keras.layers
@@ -460,6 +460,45 @@ def test_data_that_change_their_length_are_refused():
 
 
 # Models.
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_paid():
+    model = make()
+    with pytest.raises(ValueError, match="of 3 classes, but the output has 2"):
+        fit(model, scored(ConfusionMatrix(3)))
+    with pytest.raises(ValueError, match="mixes rows"):
+        fit(model, scored(Mean(lambda y, p: p[:, 0] - tf.reduce_mean(p[:, 0]), (-1, 1), "m")))
+    assert not model.ledger.steps
+
+
+def test_a_loss_that_is_compiled_anew_is_the_one_that_is_scored(draws):
+    def halved(y_true, y_pred):
+        return 0.5 * keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+
+    model, validation = make(rate=0.0), scored(Loss(2.0), evaluations=2)
+    for loss in ("sparse_categorical_crossentropy", halved):
+        model.compile(dp.optimizers.DPSGD(0.0, clip_norm=0.5, noise_multiplier=SIGMA), loss)
+        fit(model, validation, epochs=1)
+    output = model(X_VAL).numpy()
+    whole = -np.log(output[np.arange(V), Y_VAL])
+    for (total, _), losses in zip(draws, (whole, whole / 2), strict=True):
+        assert total[0] == pytest.approx(np.sum(np.minimum(losses, 2) - 1), abs=1e-3)
+
+
+def test_a_model_of_texts(draws):
+    texts = np.where(Y == 1, "good film", "bad film")[:, None]
+    words = layers.TextVectorization(vocabulary=["good", "bad", "film"], output_mode="multi_hot")
+    model = keras.Sequential([
+        keras.Input((1,), dtype="string"), words, layers.Dense(1, "sigmoid")
+    ])  # fmt: skip
+    model = dp.make_private(model)
+    optimizer = dp.optimizers.DPSGD(3.0, clip_norm=1.0, noise_multiplier=0.1)
+    model.compile(optimizer, "binary_crossentropy")
+    data = tf.data.Dataset.from_tensor_slices((texts, Y)).batch(16)
+    x = dp.data.poisson_batches((texts, Y[:, None].astype("float32")), 20)
+    fit(model, scored(data=data), x=x, epochs=5)
+    assert len(draws) == 5
+    assert draws[-1][0][0] == pytest.approx(N)  # all are right
 
 
 def test_laplace_noise_for_no_delta():

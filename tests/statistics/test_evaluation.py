@@ -394,6 +394,20 @@ def test_models_that_mix_rows_or_draw_are_refused():
             evaluate(model, (X, THREE), "accuracy", private(), 1.0, DELTA)
 
 
+def test_texts_that_pad_each_other_are_refused():
+    """A layer of words without a length of its own pads to the longest text of a batch."""
+    texts = np.array(["good film", "bad", "good", "awful bad film"] * 5)[:, None]
+    lookup = layers.TextVectorization(vocabulary=["good", "bad", "film"])
+    model = keras.Sequential([
+        keras.Input((1,), dtype="string"), lookup,
+        layers.Embedding(9, 4, keras.initializers.RandomNormal(seed=0)),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1, "sigmoid", kernel_initializer="ones"),
+    ])  # fmt: skip
+    with pytest.raises(ValueError, match="it mixes rows"):
+        evaluate(model, (texts, np.ones(20)), "accuracy", private(), 1.0, DELTA)
+
+
 def test_metrics_without_a_bounded_form_say_what_to_use():
     for metric, words in (
         ("precision", "ConfusionMatrix"), (keras.metrics.Recall(), "ConfusionMatrix"),
@@ -429,6 +443,11 @@ def test_data_that_are_no_rows_are_refused():
         (tf.data.Dataset.from_tensors((X, THREE, weights)), ValueError, "sample_weight is not"),
         (dataset.batch(5).repeat(), ValueError, "no end"),
         (dataset, ValueError, "batches of rows"),
+        (
+            dataset.padded_batch(5).map(lambda x, y: (x[:, : tf.reduce_max(y)], y)),
+            ValueError,
+            "longest of a batch may pad all others",
+        ),
         (tf.data.Dataset.from_tensors(X), TypeError, r"batches \(x, y\)"),
         (dataset.take(0).batch(5), ValueError, "empty"),
         (dp.data.poisson_batches((X, THREE), 10), TypeError, "not of Batches"),

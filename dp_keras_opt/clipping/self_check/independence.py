@@ -40,8 +40,8 @@ def is_random_in_inference(passes: Passes, batch: Batch, before: Snapshot) -> bo
     other = passes.run(batch, before, training=False)
     before.shift -= 1
     seen = zip(one.seen, other.seen, strict=False)
-    same = all(equal_rows(of_one, of_other) for (_, of_one), (_, of_other) in seen)
-    return not (same and equal_rows(one.losses, other.losses))
+    same = all(_equal(of_one, of_other) for (_, of_one), (_, of_other) in seen)
+    return not (same and _equal(one.losses, other.losses))
 
 
 def check_independence(
@@ -125,7 +125,7 @@ def check_loss_alone(
         for number in copies:
             alone = losses(map_leaves(lambda t, i=row, n=number: _copies(t, i, n), given))
             expected = np.repeat(first[row : row + 1], number, axis=0)
-            if not equal_rows(expected, alone, 1e-5 * _usual(first)):
+            if not _equal(expected, alone, 1e-5 * _usual(first)):
                 _refuse(objective, f"{_FIX} {_NEGATIVES}")
 
 
@@ -173,7 +173,7 @@ def _compare(objective, first, second, places, has_rows=lambda place: True, othe
 
     def same(one, other):
         error = 1e-5 * _usual(one) if other_kernels else 0.0
-        return all(equal_rows(one[this], other[that], error) for this, that in places)
+        return all(_equal(one[this], other[that], error) for this, that in places)
 
     for place, ((name, one), (_, other)) in enumerate(zip(first.seen, second.seen, strict=False)):
         alike = one.shape[:1] == first.losses.shape and other.shape[:1] == second.losses.shape
@@ -198,7 +198,7 @@ def _largest(row):
     return np.max(row, initial=0.0, where=np.isfinite(row))
 
 
-def equal_rows(a, b, error=0.0):
+def _equal(a, b, error=0.0):
     """Equality up to rounding, which is relative to the largest entry of each row, or `error`."""
     if a.shape != b.shape:
         return False
