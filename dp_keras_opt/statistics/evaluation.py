@@ -218,6 +218,9 @@ class Scores:
     def _trace(self, model):
         self._is_checked = False  # in every pass: the weights are others
         loss = _keras.compiled_loss(model), getattr(model, "loss", None)
+        if any(getattr(each, "from_logits", False) for each in tf.nest.flatten(loss[1])):
+            for metric in self.metrics:
+                metric.check_logits()
         if any(a is not b for a, b in zip(self._traced_for, (model, *loss), strict=True)):
             self._traced_for = model, *loss
             self._function = tf.function(

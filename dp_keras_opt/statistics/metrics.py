@@ -44,6 +44,14 @@ class Metric(abc.ABC):
         """The names of what `estimates` gives."""
         return (self.name,)
 
+    def check_logits(self) -> None:
+        """Refuses outputs that are logits, as the model's loss says; here none.
+
+        Raises:
+            ValueError: it is for probabilities.
+        """
+        return
+
     @abc.abstractmethod
     def vectors(self, y_true: Any, y_pred: Any) -> tf.Tensor:
         """(B, d), of each row a vector of norm 1 at most; over the positions of a row their mean.
@@ -258,6 +266,14 @@ class AUC(Metric):
         if self.edges.ndim != 1 or not len(self.edges) or not np.all(np.diff(self.edges) > 0):
             raise ValueError(f"bins must be a number, or ascending edges; received {bins!r}.")
         self.from_logits = from_logits
+
+    def check_logits(self) -> None:
+        if not self.from_logits:
+            raise ValueError(
+                f"The metric {self.name!r} counts probabilities, and the model's loss says that "
+                "its outputs are logits, most of which would be in the first bin or in the last. Pass "
+                "statistics.metrics.AUC(from_logits=True)."
+            )
 
     def vectors(self, y_true: Any, y_pred: Any) -> tf.Tensor:
         y_true, y_pred = self._chosen(y_true, y_pred)

@@ -465,3 +465,16 @@ def test_scores_can_be_copied_after_use():
     total = scores.total(SOFTMAX, Rows((X, THREE)), Units())
     again = copy.deepcopy(scores).total(SOFTMAX, Rows((X, THREE)), Units())
     np.testing.assert_array_equal(total, again)
+
+
+def test_auc_of_logits_is_asked_for_by_name():
+    x = np.random.default_rng(0).normal(size=(200, 3)).astype("float32")
+    y = np.float32(x[:, :1] > 0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.BinaryCrossentropy(from_logits=True))
+    private = dp.statistics.PrivateData(dp.accounting.Ledger())
+    with pytest.raises(ValueError, match=r"outputs are logits.*AUC\(from_logits=True\)"):
+        dp.statistics.evaluate(model, (x, y), "auc", private, 1.0, 1e-4)
+    assert not private.ledger.segments
+    metric = dp.statistics.metrics.AUC(from_logits=True)
+    dp.statistics.evaluate(model, (x, y), metric, private, 1.0, 1e-4)
