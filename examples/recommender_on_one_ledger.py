@@ -31,7 +31,6 @@ import matplotlib
 matplotlib.use("Agg")
 import numpy as np
 from example_data import movielens_100k
-from text_on_one_ledger import plot
 
 import dp_keras_opt as dp
 
@@ -160,7 +159,8 @@ def main():
     for name, score in scores.items():
         print(f"test {name}: {score.value:.4f} ± {score.noise_std:.4f}")
 
-    plot(validation, options.output / "curve.png")
+    curve = dp.plots.training_curve(validation)
+    curve.figure.savefig(options.output / "curve.png", dpi=150)
     statement = report.statement()
     (options.output / "statement.txt").write_text(statement, encoding="utf-8")
     print("\n" + statement)

@@ -16,7 +16,7 @@ budget for those that train:
 - accuracy and AUC of the model that was kept, on further sentences that are used for nothing else.
 
 Which part a sentence is in is drawn for each alone, so that none of them depends on the others.
-Writes to output/text_on_one_ledger: curve.png, the statement, and the exported model with its card.
+Writes to output/text_on_one_ledger: curve.png, and the statement.
 """
 
 import argparse
@@ -29,7 +29,6 @@ import keras
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from example_data import testaments
 
@@ -115,19 +114,6 @@ def train(model, data, options):
     return validation, report
 
 
-def plot(validation, path):
-    """The published curve: scores after each epoch, with the deviation of their noise."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for name, scores in validation.history.items():
-        values, stds = zip(*scores, strict=True)
-        axes.errorbar(np.add(validation.epochs, 1), values, stds, capsize=2, label=name)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("score on private validation data, with noise")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epsilon", type=float, default=3.0, help="of each part of the data")
@@ -166,7 +152,8 @@ def main():
     for name, score in scores.items():
         print(f"test {name}: {score.value:.4f} ± {score.noise_std:.4f}")
 
-    plot(validation, options.output / "curve.png")
+    curve = dp.plots.training_curve(validation)
+    curve.figure.savefig(options.output / "curve.png", dpi=150)
     statement = report.statement()
     (options.output / "statement.txt").write_text(statement, encoding="utf-8")
     print("\n" + statement)

@@ -22,7 +22,7 @@ class FailureDpEvent(dp_accounting.DpEvent):
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class Thresholded(Gaussian):
+class ThresholdedGaussian(Gaussian):
     """Gaussian noise on the counts of those keys that are in the data, and a threshold.
 
     Which keys there are is a secret, too: a word that one person alone uses says who is there. So a

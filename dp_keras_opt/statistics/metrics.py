@@ -271,7 +271,7 @@ class AUC(Metric):
         if not self.from_logits:
             raise ValueError(
                 f"The metric {self.name!r} counts probabilities, and the model's loss says that "
-                "its outputs are logits, most of which would be in the first bin or in the last. Pass "
+                "its outputs are logits, most of which would be in the first bin or the last. Pass "
                 "statistics.metrics.AUC(from_logits=True)."
             )
 

@@ -18,7 +18,7 @@ from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.data.users import examples_by_user
 from dp_keras_opt.noise.gaussian import Gaussian
 from dp_keras_opt.noise.laplace import Laplace
-from dp_keras_opt.noise.thresholded import Thresholded
+from dp_keras_opt.noise.thresholded import ThresholdedGaussian
 from dp_keras_opt.statistics import contributions, quantiles
 from dp_keras_opt.statistics.columns import chunks
 from dp_keras_opt.statistics.contributions import Units
@@ -439,7 +439,7 @@ class PrivateData:
                 "secret, too, and without a probability of failure none could be told."
             )
         most = whole_number(most_per_unit, "most_per_unit", 1, "Give the most words of a unit.")
-        units, mechanism = self._units(), Thresholded(delta / 2)
+        units, mechanism = self._units(), ThresholdedGaussian(delta / 2)
         every, counted = word_counts(chunks(values), units, most, split=split, without=without)
         value, std = self._release(
             "word_counts", counted, most**0.5, units, epsilon, delta, purpose, mechanism

@@ -10,7 +10,7 @@ from scipy import stats
 
 import dp_keras_opt as dp
 from dp_keras_opt.noise import numbers
-from dp_keras_opt.noise.thresholded import FailureDpEvent, Thresholded
+from dp_keras_opt.noise.thresholded import FailureDpEvent, ThresholdedGaussian
 from dp_keras_opt.statistics.contributions import Units
 from dp_keras_opt.statistics.vocabulary import word_counts
 
@@ -84,7 +84,7 @@ def test_the_order_is_that_of_noisy_counts(monkeypatch):
 
 @pytest.mark.parametrize("most", [1, 7])
 def test_a_word_of_one_unit_alone_shows_with_the_probability_that_is_stated(most):
-    mechanism = Thresholded(0.1)
+    mechanism = ThresholdedGaussian(0.1)
     threshold = mechanism.threshold(3.0, most)
     each = stats.norm.sf((threshold - 1) / 3.0)
     assert 1 - (1 - each) ** most == pytest.approx(0.1)
@@ -119,7 +119,7 @@ def test_the_price_is_that_of_the_noise_and_of_a_failure(adjacency):
     data = dp.statistics.PrivateData(ledger, adjacency=adjacency)
     data.vocabulary(np.array(["x"] * 500), 1, 1.0, 1e-5)
     (release,) = ledger.segments[0].releases
-    assert release.mechanism == Thresholded(5e-6)
+    assert release.mechanism == ThresholdedGaussian(5e-6)
     sigma = release.multiplier / (2 if adjacency == "replace_one" else 1)
     oracle = dp_accounting.pld.PLDAccountant().compose(dp_accounting.GaussianDpEvent(sigma))
     alone = oracle.get_epsilon((1e-5 - 5e-6) / (1 - 5e-6))
