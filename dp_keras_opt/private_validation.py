@@ -178,6 +178,8 @@ class PrivateValidation(keras.callbacks.Callback):
                 "PrivateValidation is not for several workers, each of which would draw noise of "
                 "its own for the same scores. Score the trained model with statistics.evaluate."
             )
+        if self._of_users:
+            self._rows.check_order()
         units = self._private._units()
         units.rows(self._rows.count())
         shared = None if self.disjoint_from_training else budget

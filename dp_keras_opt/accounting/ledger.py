@@ -167,11 +167,7 @@ class Ledger:
                 before, or cannot price these.
             RuntimeError: the ledger has given up its file.
         """
-        if self._unlocked is not None:
-            raise RuntimeError(
-                f"The ledger has given up its file {self._unlocked}, which would not know of "
-                "further steps. Assign Ledger(path) to the model again."
-            )
+        self._need_file()
         need_sampling(sampling)
         segment = Segment(
             run=run or secrets.token_hex(16),
@@ -203,7 +199,9 @@ class Ledger:
         Raises:
             ValueError: its noise cannot be accounted, the ledger knows its run, or what is left of
                 the budget of a privacy filter does not allow it.
+            RuntimeError: the ledger has given up its file.
         """
+        self._need_file()
         if any(known.run == segment.run for known in self.segments):
             raise ValueError(f"Run {segment.run} is in the ledger already. Enter a release once.")
         step_event(segment.releases, segment.sampling.noise_adjacency)
@@ -479,6 +477,13 @@ class Ledger:
                 f"text is not a ledger of this version of dp_keras_opt: {error}. "
                 "Give the text that Ledger.to_json returned."
             ) from error
+
+    def _need_file(self):
+        if self._unlocked is not None:
+            raise RuntimeError(
+                f"The ledger has given up its file {self._unlocked}, which would not know of "
+                "further steps. Assign Ledger(path) to the model again."
+            )
 
     def _need_current(self, run=None):
         if self._current is not None and run not in (None, self._current.run):

@@ -28,13 +28,34 @@ def chunks(values: Any) -> Iterator[Any]:
         yield from _of_dataset(values)
         return
     values = open_column(values)
-    if not isinstance(values, OnDisk | tf.RaggedTensor):
+    if not isinstance(values, OnDisk) and not _is_ragged(values):
         values = np.asarray(values)
     if not values.shape or not values.shape[0]:
         raise ValueError(f"There must be rows of values; received the shape {values.shape}.")
     for start in range(0, values.shape[0], _ROWS):
         stop = min(start + _ROWS, values.shape[0])
         yield values[np.arange(start, stop)] if isinstance(values, OnDisk) else values[start:stop]
+
+
+def check_order(dataset: tf.data.Dataset) -> None:
+    """Refuses a data set whose rows come in another order each time: ids would be of other rows.
+
+    Raises:
+        ValueError: two passes begin with different rows.
+    """
+    firsts = [tf.nest.flatten(next(iter(dataset), None)) for _ in range(2)]
+    for one, other in zip(*firsts, strict=True):
+        one, other = (each.flat_values if _is_ragged(each) else each for each in (one, other))
+        if one is not None and not np.array_equal(one, other):
+            raise ValueError(
+                "The data set gives its rows in another order at each pass, so that `users` would "
+                "name the users of other rows: their contributions would not be bounded. Leave out "
+                "shuffle()."
+            )
+
+
+def _is_ragged(value):
+    return isinstance(value, tf.RaggedTensor)
 
 
 def _of_dataset(dataset):
@@ -51,6 +72,6 @@ def _of_dataset(dataset):
     empty = True
     for batch in dataset:
         empty = False
-        yield batch if isinstance(batch, tf.RaggedTensor) else batch.numpy()
+        yield batch if _is_ragged(batch) else batch.numpy()
     if empty:
         raise ValueError("The data set is empty.")

@@ -16,6 +16,7 @@ from dp_keras_opt.clipping.batch import Batch, map_leaves
 from dp_keras_opt.data import Batches, examples
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.statistics import metrics as known_metrics
+from dp_keras_opt.statistics.columns import check_order
 from dp_keras_opt.statistics.contributions import Units, vector_sum
 from dp_keras_opt.statistics.private_data import Estimate, PrivateData
 from dp_keras_opt.statistics.release import released
@@ -75,6 +76,8 @@ def evaluate(
         )
     rows = Rows(data, batch_size)
     scores = Scores(metrics, private._norm, weights)
+    if private.users is not None:
+        rows.check_order()
     units = private._units()
     total = scores.total(model, rows, units)
     segment = private._plan_scores(
@@ -135,6 +138,15 @@ class Rows:
             if weight is not None:
                 raise ValueError("The source gives sample weights: have it give (x, y) alone.")
             yield x, y
+
+    def check_order(self) -> None:
+        """Refuses rows that come in another order at each pass, for which ids are given.
+
+        Raises:
+            ValueError: they do.
+        """
+        if isinstance(self._data, tf.data.Dataset):
+            check_order(self._data)
 
     def count(self) -> int:
         """How many rows there are.

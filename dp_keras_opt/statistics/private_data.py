@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 from scipy import stats
 
 from dp_keras_opt.accounting.budget import Budget
@@ -20,7 +21,7 @@ from dp_keras_opt.noise.gaussian import Gaussian
 from dp_keras_opt.noise.laplace import Laplace
 from dp_keras_opt.noise.thresholded import ThresholdedGaussian
 from dp_keras_opt.statistics import contributions, quantiles
-from dp_keras_opt.statistics.columns import chunks
+from dp_keras_opt.statistics.columns import check_order, chunks
 from dp_keras_opt.statistics.contributions import Units
 from dp_keras_opt.statistics.release import planned, released
 from dp_keras_opt.statistics.vocabulary import Vocabulary, word_counts
@@ -154,7 +155,7 @@ class PrivateData:
                 )
             return np.where(rows, 0, -1)
 
-        found = contributions.counts(chunks(where), units, bins, 1)
+        found = contributions.counts(self._chunks(where), units, bins, 1)
         value, std = self._release("count", found, 1.0, units, epsilon, delta, purpose)
         return Estimate(float(value[0]), std)
 
@@ -218,7 +219,7 @@ class PrivateData:
             place = order[np.minimum(np.searchsorted(known, rows, sorter=order), len(known) - 1)]
             return np.where(known[place] == rows, place, -1)
 
-        found = contributions.counts(chunks(values), units, bins, len(known))
+        found = contributions.counts(self._chunks(values), units, bins, len(known))
         return Estimate(*self._release("histogram", found, 1.0, units, epsilon, delta, purpose))
 
     def total(
@@ -239,7 +240,7 @@ class PrivateData:
         """
         lower, upper = _bounds(bounds)
         largest, units = float(max(abs(lower), abs(upper))), self._units()
-        sums = np.clip(contributions.totals(chunks(values), units), lower, upper)
+        sums = np.clip(contributions.totals(self._chunks(values), units), lower, upper)
         found = contributions.vector_sum(
             [sums], Units(), lambda each: each[:, None] / largest, self._norm
         )
@@ -270,7 +271,7 @@ class PrivateData:
         def vectors(rows):
             return _scaled(rows, middle, half).reshape(len(rows), -1) / size
 
-        found = contributions.vector_sum(chunks(values), units, vectors, self._norm)
+        found = contributions.vector_sum(self._chunks(values), units, vectors, self._norm)
         value, std = self._release("mean", found * size, size, units, epsilon, delta, purpose)
         value, std = np.reshape(value, shape) / units.number, std / units.number
         return Estimate(_plain(middle + half * value), _plain(half * std))
@@ -307,7 +308,7 @@ class PrivateData:
             parts = (np.mean(each, axis=over) if over else each for each in (u, u**2 - 0.5))
             return np.concatenate([part.reshape(len(rows), -1) for part in parts], axis=1) / size
 
-        found = contributions.vector_sum(chunks(values), units, vectors, self._norm)
+        found = contributions.vector_sum(self._chunks(values), units, vectors, self._norm)
         value, std = self._release(
             "mean_and_variance", found * size, size, units, epsilon, delta, purpose
         )
@@ -440,7 +441,9 @@ class PrivateData:
             )
         most = whole_number(most_per_unit, "most_per_unit", 1, "Give the most words of a unit.")
         units, mechanism = self._units(), ThresholdedGaussian(delta / 2)
-        every, counted = word_counts(chunks(values), units, most, split=split, without=without)
+        every, counted = word_counts(
+            self._chunks(values), units, most, split=split, without=without
+        )
         value, std = self._release(
             "word_counts", counted, most**0.5, units, epsilon, delta, purpose, mechanism
         )
@@ -473,6 +476,11 @@ class PrivateData:
     def _units(self):
         return Units(self.users)
 
+    def _chunks(self, values):
+        if self.users is not None and isinstance(values, tf.data.Dataset):
+            check_order(values)
+        return chunks(values)
+
     def _sampling(self, number):
         return Sampling.full(number, self.adjacency, unit=self._unit)
 
@@ -494,7 +502,7 @@ class PrivateData:
             return np.where(np.isnan(rows), -1, place).ravel()
 
         shared = units if several == 1 else _Shared(units, several)
-        return contributions.counts(chunks(values), shared, bins, len(edges) - 1), units
+        return contributions.counts(self._chunks(values), shared, bins, len(edges) - 1), units
 
     def _release(
         self, statistic, total, sensitivity, units, epsilon, delta, purpose, mechanism=None

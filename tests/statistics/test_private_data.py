@@ -3,6 +3,7 @@
 import contextlib
 
 import dp_accounting
+import keras
 import numpy as np
 import pytest
 from scipy import stats
@@ -420,3 +421,31 @@ def test_a_statistic_between_steps_under_a_filter_ends_their_run():
     dp.statistics.PrivateData(ledger, data_set="survey").mean(X, (-1, 7), 0.3, 1e-6)
     assert ledger.current is not None
     assert ledger.epsilon_as_planned(1e-6) == 2.0
+
+
+def test_rows_of_users_come_in_one_order():
+    """Else a user's rows would be counted as those of others, and not share a contribution."""
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices((X, X.astype("float32")))
+    shuffled = rows.map(lambda x, _: x).shuffle(N)
+    data = dp.statistics.PrivateData(dp.accounting.Ledger(), users=USERS)
+    with pytest.raises(ValueError, match="in another order at each pass"):
+        data.mean(shuffled.batch(32), (-1, 7), 1, 0.01)
+    with pytest.raises(ValueError, match="in another order at each pass"):
+        dp.statistics.evaluate(
+            lambda x, training: x,
+            rows.map(lambda x, y: (y[None], y[None])).shuffle(N).batch(32),
+            dp.statistics.metrics.Mean(keras.losses.mean_squared_error, (0, 1), "mse"), data, 1, 0.01,
+        )  # fmt: skip
+    assert not data.ledger.segments
+    data.mean(rows.map(lambda x, _: x).batch(32), (-1, 7), 1, 0.01)
+    without = dp.statistics.PrivateData(dp.accounting.Ledger())
+    without.mean(shuffled.batch(32), (-1, 7), 1, 0.01)  # each row is a unit: in any order
+
+
+def test_a_ledger_that_has_given_up_its_file_takes_no_release(tmp_path):
+    ledger = dp.accounting.Ledger(tmp_path / "spent.jsonl")
+    ledger.unlock()
+    with pytest.raises(RuntimeError, match="given up its file"):
+        released("mean", ledger=ledger)
