@@ -436,8 +436,11 @@ def test_rows_of_users_come_in_one_order():
         dp.statistics.evaluate(
             lambda x, training: x,
             rows.map(lambda x, y: (y[None], y[None])).shuffle(N).batch(32),
-            dp.statistics.metrics.Mean(keras.losses.mean_squared_error, (0, 1), "mse"), data, 1, 0.01,
-        )  # fmt: skip
+            dp.statistics.metrics.Mean(keras.losses.mean_squared_error, (0, 1), "mse"),
+            data,
+            1,
+            0.01,
+        )
     assert not data.ledger.segments
     data.mean(rows.map(lambda x, _: x).batch(32), (-1, 7), 1, 0.01)
     without = dp.statistics.PrivateData(dp.accounting.Ledger())
