@@ -657,6 +657,20 @@ REFERENCES: dict[str, Reference] = {
         2014,
         doi="10.1145/2660193.2660195",
     ),
+    "bruna2013": Reference(
+        ("Joan Bruna", "Stéphane Mallat"),
+        "Invariant scattering convolution networks",
+        "IEEE Transactions on Pattern Analysis and Machine Intelligence 35(8)",
+        2013,
+        arxiv="1203.1513",
+    ),
+    "tramer2021": Reference(
+        ("Florian Tramèr", "Dan Boneh"),
+        "Differentially private learning needs better features (or much more data)",
+        "ICLR 2021",
+        2021,
+        arxiv="2011.11660",
+    ),
     "casacuberta2022": Reference(
         ("Sílvia Casacuberta", "Michael Shoemate", "Salil Vadhan", "Connor Wagaman"),
         "Widespread underestimation of sensitivity in differentially private libraries and how to "

@@ -1,4 +1,4 @@
-"""Layers that private training of convolutional networks does well with."""
+"""Convolutions whose filters are standardized."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import keras
 from keras import ops
 
 from dp_keras_opt.checks import is_number
-
-__all__ = ["StandardizedConv2D"]
 
 _OF_FILTER = (-4, -3, -2)  # the axes of a kernel that one filter has
 
