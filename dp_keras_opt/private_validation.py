@@ -132,7 +132,12 @@ class PrivateValidation(keras.callbacks.Callback):
 
     def __getstate__(self):
         # A copy has no evaluations that are paid for: two would take them twice.
-        return vars(self) | {"_segment": None, "_left": 0}
+        users = self._private.users  # which has a ledger, and is not copied
+        return vars(self) | {"_segment": None, "_left": 0, "_private": users}
+
+    def __setstate__(self, state):
+        private = PrivateData(Ledger(), state["_private"], noise=state["noise"])
+        vars(self).update(state | {"_private": private})
 
     def enter_evaluations(
         self, model: DPModel, sampling: Sampling, epochs: range, budget: Budget | None

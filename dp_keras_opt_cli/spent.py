@@ -63,7 +63,7 @@ def _ledger(spent):
 def _stated(arguments, spent):
     options, found = (arguments.delta, arguments.accountant), _ledger(spent)
     segments = [segment for segment in found.of_data_set() if segment.steps]
-    one = len(dp.accounting.accountant.composable(segments)) < 2
+    one = len(dp.accounting.accountant.composable(segments)) == 1 or not found.segments
     data = {  # of steps that do not compose, the statement has a guarantee each
         "epsilon": found.epsilon(*options) if one else None,
         "epsilon_as_planned": found.epsilon_as_planned(*options) if one else None,

@@ -20,7 +20,12 @@ from scipy import optimize
 from dp_keras_opt.accounting.early_stops import scenarios
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.loss_distributions import LossDistributionAccountant
-from dp_keras_opt.accounting.privacy_filters import PrivacyFilter, common_filter, kept_filter
+from dp_keras_opt.accounting.privacy_filters import (
+    PrivacyFilter,
+    common_filter,
+    is_lost,
+    kept_filter,
+)
 from dp_keras_opt.accounting.pure import PureAccountant
 from dp_keras_opt.accounting.random_allocation import UnamplifiedRdpAccountant
 from dp_keras_opt.accounting.replace_one import ProvedRdpAccountant
@@ -120,6 +125,8 @@ def promised(segments, delta, accountant="auto"):
     if kept is not None:
         check_delta(delta, segments, accountant)
         return Price(kept.epsilon_at(delta), (str(kept.filter),), (str(kept.filter),))
+    if is_lost(segments):
+        return Price(math.inf, (accountant,) if isinstance(accountant, str) else (), ())
     prices = (price_of(each, delta, accountant) for each in scenarios(segments))
     return max(prices, key=lambda each: each.epsilon)
 

@@ -127,6 +127,17 @@ class Ledger:
         """The segments of what was released of one data set, oldest first."""
         return tuple(segment for segment in self.segments if segment.data_set == name)
 
+    def _asked_for(self, name):
+        """The same, of a data set that the ledger must know, if it knows any."""
+        found = self.of_data_set(name)
+        if self.segments and not found:
+            names = sorted({segment.data_set for segment in self.segments})
+            raise ValueError(
+                f"Of the data set {name!r} the ledger has nothing, but of {names}. Name one of "
+                "these: what was released of them is not nothing."
+            )
+        return found
+
     @property
     def current(self) -> Segment | None:
         """The segment that the next steps belong to, None before `begin` and after `close`."""
@@ -183,7 +194,9 @@ class Ledger:
         )
         step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
         sampling.check_releases(segment.releases)
-        admit(self.of_data_set(segment.data_set), segment)
+        before = self.of_data_set(segment.data_set)
+        admit(before, segment)
+        _check_units(before, segment)
         self.close()
         self._current = segment
 
@@ -211,6 +224,7 @@ class Ledger:
         if held is not None:
             segment = dataclasses.replace(segment, filter=held.after(_steps(before)))
         admit(before, segment)
+        _check_units(before, segment)
         if segment.filter is not None and not segment.filter.is_kept([*before, segment]):
             raise ValueError(
                 f"The release would exceed the budget of the privacy filter ({segment.filter}). "
@@ -345,23 +359,25 @@ class Ledger:
         See `accountant.epsilon_of`. Of steps under a privacy filter it is what they spent, by its
         sum; the guarantee is `epsilon_as_planned`.
         """
-        return accountants.epsilon_of(self.of_data_set(data_set), delta, accountant, exact)
+        return accountants.epsilon_of(self._asked_for(data_set), delta, accountant, exact)
 
-    def epsilon_as_planned(self, delta: float, accountant: Accountant = "auto") -> float:
+    def epsilon_as_planned(
+        self, delta: float, accountant: Accountant = "auto", data_set: str = TRAINING
+    ) -> float:
         """Epsilon of what was planned, at least that of the steps that ran.
 
         It is the guarantee where a stop may have looked at results, as early stopping does. Where
         how many steps were planned is not known, those that ran count. Steps that kept the budget
         of a privacy filter have the guarantee of that budget, whatever results decided.
         """
-        return accountants.promised(self.of_data_set(), delta, accountant).epsilon
+        return accountants.promised(self._asked_for(data_set), delta, accountant).epsilon
 
     def epsilon_bracket(self, delta: float, accountant: Accountant = "auto") -> tuple[float, float]:
         """(lower, upper): `epsilon` is the upper one; with `exact=True` it would lie between.
 
         They differ where a noise schedule has more than 400 distinct factors, which are rounded.
         """
-        return accountants.epsilon_bracket(self.of_data_set(), delta, accountant)
+        return accountants.epsilon_bracket(self._asked_for(TRAINING), delta, accountant)
 
     def risk(self, accountant: Accountant = "auto", data_set: str = TRAINING) -> Risk:
         """What any attack on one unit can gain at most from all that was released of a data set.
@@ -377,7 +393,7 @@ class Ledger:
             ValueError: the steps do not compose to one guarantee, or the accountant cannot price
                 them.
         """
-        return risk_of(self.of_data_set(data_set), accountant)
+        return risk_of(self._asked_for(data_set), accountant)
 
     def affordable_steps(
         self, epsilon: float, delta: float, accountant: Accountant = "auto"
@@ -535,6 +551,24 @@ class Ledger:
             self._unlocked, self._journal = self.path, None
 
     release = deprecation.renamed_attribute("release", "unlock")
+
+
+def _check_units(segments, new):
+    """Refuses rows that were counted as units of several rows: their guarantees would not add up.
+
+    Raises:
+        ValueError: a statistic is of more units than the training that protects them has.
+    """
+    for known in segments:
+        if known.sampling.unit != new.sampling.unit:
+            continue
+        for one, other in ((known.sampling, new.sampling), (new.sampling, known.sampling)):
+            if one.examples_per_unit is not None and one.num_examples < other.num_examples:
+                raise ValueError(
+                    f"The training is of {one.num_examples} {one.unit}s, each with all of their "
+                    f"rows, and what is released beside it of {other.num_examples} {one.unit}s: "
+                    "were rows counted as such? Give the ids: PrivateData(..., users=ids)."
+                )
 
 
 def _steps(segments):

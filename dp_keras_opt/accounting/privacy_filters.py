@@ -437,6 +437,15 @@ def kept_filter(segments: Sequence[Segment]) -> FilterBudget | None:
     return found if found is not None and found.is_kept(segments) else None
 
 
+def is_lost(segments: Sequence[Segment]) -> bool:
+    """Whether some ran under a filter, and all together did not keep it: nothing is promised.
+
+    Each may have been chosen by looking at the results of others, so that what they spent as if
+    they had been fixed bounds nothing.
+    """
+    return any(each.filter for each in segments) and kept_filter(segments) is None
+
+
 def admit(segments: Sequence[Segment], new: Segment) -> None:
     """Refuses a segment that would leave the filter under which the ones before ran.
 

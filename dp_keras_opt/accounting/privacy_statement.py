@@ -16,7 +16,7 @@ from dp_keras_opt.accounting.accountant import (
 from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.groups import group_epsilon
-from dp_keras_opt.accounting.privacy_filters import FilterBudget, kept_filter
+from dp_keras_opt.accounting.privacy_filters import FilterBudget, is_lost, kept_filter
 from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of
 from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import whole_number
@@ -165,6 +165,8 @@ def _claim(segments, delta, accountant):
     planned = [each for each in scenarios(segments) if [s.state for s in each] != states]
     prices = [spent, *(price_of(each, delta, accountant) for each in planned)]
     dearest = max(prices, key=lambda price: price.epsilon)
+    if is_lost(segments):
+        dearest = dearest._replace(epsilon=math.inf)
     if accountant in ("auto", "pld"):
         risk = risk_of(segments, accountant)
     else:
@@ -222,7 +224,8 @@ def _choices(claim, delta):
         )
     kinds = ((each.releases, each.schedule, each.sampling) for each in claim.segments)
     first = next(kinds)
-    if any(kind != first for kind in kinds):
+    several = sum(segment.purpose is not None for segment in claim.segments) > 1
+    if several or any(kind != first for kind in kinds):
         yield (
             "Choices: not all that was released has the same noise and sampling. Noise, sampling, "
             "number and order of the releases count as fixed beforehand: the guarantee does not "

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
-from dp_keras_opt.accounting.privacy_filters import kept_filter
+from dp_keras_opt.accounting.privacy_filters import is_lost, kept_filter
 from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.accounting.trade_off import TradeOff, of_losses, of_pairs
 from dp_keras_opt.checks import is_number, whole_number
@@ -234,6 +234,10 @@ def risk_of(segments: Sequence[Any], accountant: Accountant = "auto") -> Risk:
         first = segments[0].sampling
         what = {"unit": first.unit, "adjacency": first.adjacency, "data_set": segments[0].data_set}
         return Risk(_of_budget(kept), "budget of a filter", **what)
+    if is_lost(segments):
+        first = segments[0].sampling
+        what = {"unit": first.unit, "adjacency": first.adjacency, "data_set": segments[0].data_set}
+        return of_guarantee(math.inf, 1.0, **what)
     curves, bases = [], set()
     for history in scenarios(segments):
         found, basis = _curves(history, accountant)

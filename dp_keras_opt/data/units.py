@@ -14,7 +14,7 @@ from dp_keras_opt.data import examples as examples_
 from dp_keras_opt.data.samplers import random_groups, random_order
 from dp_keras_opt.data.sources.columns import OnDisk, open_column
 from dp_keras_opt.data.sources.opening import as_source
-from dp_keras_opt.data.users import examples_by_user
+from dp_keras_opt.data.users import as_array, examples_by_user
 from dp_keras_opt.workers import gathered, place
 
 
@@ -163,7 +163,7 @@ def _ids_of(users, data):
     if isinstance(users, OnDisk):
         return users.whole()
     if not isinstance(users, str):
-        return np.asarray(users)
+        return as_array(users)
     table = as_source(data)
     if not hasattr(table, "whole"):
         raise TypeError(

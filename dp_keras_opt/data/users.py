@@ -1,5 +1,7 @@
 """The examples of each user, and which of them take part once the user is drawn. NumPy only."""
 
+import numbers
+
 import numpy as np
 
 
@@ -14,7 +16,7 @@ def examples_by_user(users, n):
         TypeError: the ids are neither.
         ValueError: there is not one for each example.
     """
-    ids = np.asarray(users)
+    ids = as_array(users)
     kinds = {type(i) for i in ids.flat} if ids.dtype.kind == "O" else {ids.dtype.kind}
     if len(kinds) != 1 or not kinds <= {"i", "u", "S", "U", str, bytes}:
         raise TypeError(
@@ -27,6 +29,25 @@ def examples_by_user(users, n):
         )
     _, user, counts = np.unique(ids, return_inverse=True, return_counts=True)
     return np.split(np.argsort(user, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def as_array(users):
+    """Ids as NumPy has them.
+
+    Raises:
+        TypeError: a list has several kinds of them. NumPy would make a string of NaN, and so one
+            person of all who have no id.
+    """
+    if isinstance(users, list | tuple) and len({_kind(each) for each in users}) > 1:
+        raise TypeError(
+            "`users` must be integers or strings, one kind of them and none missing; received "
+            f"{sorted({type(each).__name__ for each in users})}."
+        )
+    return np.asarray(users)
+
+
+def _kind(value):
+    return int if isinstance(value, numbers.Integral) else type(value)
 
 
 def examples_of(rng, owned, drawn, most):

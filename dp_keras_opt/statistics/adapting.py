@@ -72,6 +72,7 @@ def adapt_privately(
             "adapt the layers in it one by one: Normalization, Discretization, StringLookup, "
             "IntegerLookup and TextVectorization can be."
         )
+    layer._released_on = private.ledger  # a model that has the layer takes it in
 
 
 def _given(value, layer, name):
@@ -115,6 +116,11 @@ def _adapt_discretization(layer, data, bounds, bins, private, epsilon, delta):
         raise ValueError(
             f"Discretization ({layer.name!r}) was given its bin_boundaries: nothing is adapted. "
             "Make it with num_bins."
+        )
+    if np.size(layer.summary):
+        raise ValueError(
+            f"Discretization ({layer.name!r}) was adapted before, and keeps a summary of those "
+            "data without noise. Make a layer anew."
         )
     shares = np.arange(1, layer.num_bins) / layer.num_bins
     purpose = _purpose("bin boundaries", layer)

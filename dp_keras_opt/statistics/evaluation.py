@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import _keras, clipping
+from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.clipping import precision
 from dp_keras_opt.clipping.batch import Batch, map_leaves
@@ -73,6 +74,13 @@ def evaluate(
         raise TypeError(
             "private must be a dp_keras_opt.statistics.PrivateData, which says whose data these "
             f"are and which ledger counts the release; received {private!r}."
+        )
+    of_training = private.data_set == TRAINING
+    if of_training and isinstance(model, DPModel) and private.ledger is not model.ledger:
+        raise ValueError(
+            "private.ledger is not the ledger of the model, whose statement would not know of "
+            "this release of its training data. Pass PrivateData(model.ledger); or say that nobody "
+            "is in both: PrivateData(..., data_set='test')."
         )
     rows = Rows(data, batch_size)
     scores = Scores(metrics, private._norm, weights)

@@ -17,6 +17,7 @@ from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.accounting.segment import TRAINING, Segment
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.data.users import examples_by_user
+from dp_keras_opt.noise import entropy
 from dp_keras_opt.noise.gaussian import Gaussian
 from dp_keras_opt.noise.laplace import Laplace
 from dp_keras_opt.noise.thresholded import ThresholdedGaussian
@@ -110,8 +111,17 @@ class PrivateData:
     noise: Literal["gaussian", "laplace"] = "gaussian"
     data_set: str = TRAINING
     budget: Budget | None = None
+    _process: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __reduce__(self):
+        raise TypeError(
+            "PrivateData cannot be copied or pickled: what the copy releases would be in a ledger "
+            "that nobody reads. Make one in the process that needs it, on a ledger of its own, and "
+            "merge that."
+        )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_process", entropy.process())
         if not isinstance(self.ledger, Ledger):
             raise ValueError(
                 f"ledger must be a dp_keras_opt.accounting.Ledger, received {self.ledger!r}: what "
@@ -271,7 +281,7 @@ class PrivateData:
         def vectors(rows):
             return _scaled(rows, middle, half).reshape(len(rows), -1) / size
 
-        found = contributions.vector_sum(self._chunks(values), units, vectors, self._norm)
+        found = contributions.vector_sum(self._chunks(values, shape), units, vectors, self._norm)
         value, std = self._release("mean", found * size, size, units, epsilon, delta, purpose)
         value, std = np.reshape(value, shape) / units.number, std / units.number
         return Estimate(_plain(middle + half * value), _plain(half * std))
@@ -308,7 +318,7 @@ class PrivateData:
             parts = (np.mean(each, axis=over) if over else each for each in (u, u**2 - 0.5))
             return np.concatenate([part.reshape(len(rows), -1) for part in parts], axis=1) / size
 
-        found = contributions.vector_sum(self._chunks(values), units, vectors, self._norm)
+        found = contributions.vector_sum(self._chunks(values, row), units, vectors, self._norm)
         value, std = self._release(
             "mean_and_variance", found * size, size, units, epsilon, delta, purpose
         )
@@ -476,12 +486,25 @@ class PrivateData:
     def _units(self):
         return Units(self.users)
 
-    def _chunks(self, values):
+    def _chunks(self, values, shape=None):
+        """The rows, of which `users` must name the users, and which must have one shape."""
         if self.users is not None and isinstance(values, tf.data.Dataset):
             check_order(values)
-        return chunks(values)
+        for rows in chunks(values):
+            if shape is not None and tuple(rows.shape[1:]) != shape:
+                raise ValueError(
+                    f"Rows have the shapes {shape} and {tuple(rows.shape[1:])}: one of more "
+                    "numbers than the others would contribute more. Pad all of them to one length."
+                )
+            yield rows
 
     def _sampling(self, number):
+        if self._process != entropy.process():
+            raise RuntimeError(
+                "This PrivateData was made in the process that this one forked from, whose ledger "
+                "would not know of a release here. Make one here, on a ledger of its own, and "
+                "merge that."
+            )
         return Sampling.full(number, self.adjacency, unit=self._unit)
 
     def _length(self, shape, longest):
@@ -502,7 +525,8 @@ class PrivateData:
             return np.where(np.isnan(rows), -1, place).ravel()
 
         shared = units if several == 1 else _Shared(units, several)
-        return contributions.counts(self._chunks(values), shared, bins, len(edges) - 1), units
+        found = contributions.counts(self._chunks(values, row), shared, bins, len(edges) - 1)
+        return found, units
 
     def _release(
         self, statistic, total, sensitivity, units, epsilon, delta, purpose, mechanism=None

@@ -53,11 +53,16 @@ def word_counts(
     numbers: dict[Any, int] = {}
     without, pairs = set(without), []
     for rows in chunks:
+        of_units, _ = units.rows(_length(rows))
         rows = rows if split is None else split(rows)
+        if _length(rows) != len(of_units):
+            raise ValueError(
+                f"split made {_length(rows)} rows of {len(of_units)}: whose words they are is not "
+                "known. It must give the words of each row, as tf.strings.split does."
+            )
         owners, words = _flat(rows)
         found, places = np.unique(words, return_inverse=True)
         known = np.array([numbers.setdefault(word, len(numbers)) for word in found.tolist()], int)
-        of_units, _ = units.rows(_length(rows))
         pairs.append(np.stack([of_units[owners], known[places.ravel()]], axis=1))
     every = np.unique(np.concatenate(pairs), axis=0)
     for word in without:

@@ -96,8 +96,12 @@ class PrivacyGuard:
         return self.progress is not None
 
     def ledger(self, model: Any) -> Ledger:
-        """The ledger, with what other models have spent on the same weights."""
+        """The ledger, with what other models have spent on the same weights, and its layers."""
         self.history.gather(self._ledger, model.weights)
+        for layer in layers_of(model, include_self=False):
+            released_on = getattr(layer, "_released_on", self._ledger)  # `adapt_privately`
+            if released_on is not self._ledger:
+                self._ledger.absorb(released_on)
         return self._ledger
 
     def ledger_of_all(self, model: Any) -> Ledger:

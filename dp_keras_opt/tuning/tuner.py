@@ -127,7 +127,7 @@ def tune(
         _enter(expected, sampling, task.steps_of(candidate), repetitions, ledger)
     bar = keras.utils.Progbar(count, unit_name="run") if verbose else None
     best: Any = None
-    place, tried = 0, []
+    place, tried, spent = 0, [], None
     for number in range(count):
         values = candidate.sample(generator)
         if _noise(optimizer(values)) != _noise(expected):
@@ -137,6 +137,16 @@ def tune(
             )
         seed, entered_in = int(generator.integers(2**31)), None if repetitions else ledger
         model = runs.train(task, candidate, values, epsilon, delta, seed, entered_in, **budget)
+        if repetitions:
+            before = {segment.run for segment in model.ledger.segments[:-1]}
+            spent = before if spent is None else spent
+            if before != spent:
+                raise ValueError(
+                    "build releases something anew in each run, such as a vocabulary that is "
+                    "adapted: the runs then differ in more than their values, and what the others "
+                    "released would be in no ledger. Release it once, before tune, and have build "
+                    "use it."
+                )
         tried.append({"values": values, "score": runs.score(task, model, task.validation)})
         place = task.better([each["score"] for each in tried])
         best = model if place == number else best

@@ -104,7 +104,8 @@ def test_every_query_is_answered_right(mode):
     batch = tf.constant(x), tf.constant(y)
     sums = clipped_sums(model, batch, queries).sums
     for query, total in zip(queries, sums, strict=True):
-        assert_close(total, bounded_sum(gradients, query, model))
+        # On one kind of processor the entries differ by 2e-4, through attention in float32.
+        assert_close(total, bounded_sum(gradients, query, model), rtol=5e-4)
     assert {row.engine for row in explain(model)} == {"rule", "frozen"}
 
 

@@ -244,6 +244,8 @@ def test_steps_are_never_entered_into_the_run_of_another_model(tmp_path):
     class Interferes(dp.callbacks.PrivacyBudget):
         """What another thread does between the check and the reservation."""
 
+        filter = None
+
         def affords(self, ledger, steps):
             first._guard.budget = None
             second.train_on_batch(X, Y)
