@@ -57,12 +57,12 @@ def test_the_code_to_read_stays_short():
     """Whoever adds a capability may add 150 lines to what must be trusted, and not more.
 
     Besides, 60 are for the proof of the bound where products are taken in TF32, for two routes of
-    the draw, and for the risk; 50 for counts beside the sum, by which a clip norm finds itself; 80
+    the draw, and for the risk; 50 for counts beside the sum, by which a clip norm finds itself; 110
     for what is released beside the training (draws for numbers, thresholds, entries in the ledger)
     and for privacy filters, which a ledger holds its steps to.
     """
     clipping, _, noise, by_numpy, numbers, ledger = (stated for _, stated in rooms())
-    assert 0 < clipping + noise + ledger <= BASELINE + 150 + 60 + 50 + 80
+    assert 0 < clipping + noise + ledger <= BASELINE + 150 + 60 + 50 + 110
     assert by_numpy <= 80
     assert numbers <= 560
 
