@@ -44,6 +44,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import dp_accounting
 import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+from scipy import optimize
 
 from dp_keras_opt.accounting.events import MAX_DISTINCT
 from dp_keras_opt.accounting.loss_distributions import LossDistributionAccountant
@@ -301,13 +303,13 @@ class GaussianFilter(PrivacyFilter):
         return self._epsilon_of_gaussian(squared_mu**-0.5 if squared_mu else math.inf, delta)
 
     def limit(self, epsilon: float, delta: float) -> float:
-        return float(dp_accounting.get_sigma_gaussian(epsilon, delta)) ** -2
+        return _sigma_of_gaussian(epsilon, delta) ** -2
 
     def _noise_multiplier(self, limit):
         return limit**-0.5
 
     def _epsilon_of_gaussian(self, noise_multiplier, delta):
-        return float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
+        return _epsilon_of_gaussian(noise_multiplier, delta)
 
     def __str__(self):
         return "Gaussian filter"
@@ -318,6 +320,37 @@ def _accountant(segments, orders=None):
     sampling = segments[0].sampling
     kind = ProvedRdpAccountant if sampling.adjacency == "replace_one" else UnamplifiedRdpAccountant
     return kind(orders, sampling.neighboring_relation)
+
+
+def _delta_of_gaussian(sigma, epsilon):
+    return float(GaussianPrivacyLoss(sigma).get_delta_for_epsilon(epsilon))
+
+
+def _epsilon_of_gaussian(sigma, delta):
+    if hasattr(dp_accounting, "get_epsilon_gaussian"):  # from 0.5 on
+        return float(dp_accounting.get_epsilon_gaussian(sigma, delta))
+    if math.isinf(sigma) or _delta_of_gaussian(sigma, 0.0) <= delta:
+        return 0.0
+    high = 1.0
+    while _delta_of_gaussian(sigma, high) > delta:
+        high *= 2
+    found = optimize.brentq(lambda each: _delta_of_gaussian(sigma, each) - delta, 0.0, high)
+    return found * (1 + 1e-9)
+
+
+def _sigma_of_gaussian(epsilon, delta):
+    if hasattr(dp_accounting, "get_sigma_gaussian"):
+        return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+
+    def excess(log_sigma):
+        return _delta_of_gaussian(math.exp(log_sigma), epsilon) - delta
+
+    low = high = 0.0
+    while excess(high) > 0:
+        high += 1.0
+    while excess(low) < 0:
+        low -= 1.0
+    return math.exp(optimize.brentq(excess, low, high)) * (1 + 1e-9)
 
 
 def _squared_mu(event):

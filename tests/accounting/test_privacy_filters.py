@@ -731,3 +731,21 @@ def test_segments_say_in_what_they_ran(train):
     assert dataclasses.replace(segment, filter=None) != segment
     assert segment.filter == OF_RENYI == Budget(2, DELTA, RenyiFilter(16)).filter
     assert str(Budget(2, DELTA, RENYI)) == "ε = 2 at δ = 1e-05, by a Renyi filter of order 16"
+
+
+@pytest.mark.parametrize("sigma, delta", [(0.5, 1e-6), (3.0, 1e-5), (40.0, 0.01), (200.0, 0.3)])
+def test_gaussians_are_priced_alike_without_what_dp_accounting_has_now(sigma, delta, monkeypatch):
+    from dp_keras_opt.accounting import privacy_filters
+
+    for name in ("get_epsilon_gaussian", "get_sigma_gaussian"):
+        monkeypatch.delattr(dp_accounting, name, raising=False)
+    found = privacy_filters._epsilon_of_gaussian(sigma, delta)
+
+    def of(epsilon):
+        a, b = 1 / (2 * sigma) - epsilon * sigma, -1 / (2 * sigma) - epsilon * sigma
+        return stats.norm.cdf(a) - math.exp(epsilon) * stats.norm.cdf(b)
+
+    assert found == 0.0 or of(found) == pytest.approx(delta, rel=1e-5)
+    assert of(found) <= delta * (1 + 1e-9)
+    if found:
+        assert privacy_filters._sigma_of_gaussian(found, delta) == pytest.approx(sigma, rel=1e-6)
