@@ -329,6 +329,8 @@ def _delta_of_gaussian(sigma, epsilon):
 def _epsilon_of_gaussian(sigma, delta):
     if hasattr(dp_accounting, "get_epsilon_gaussian"):  # from 0.5 on
         return float(dp_accounting.get_epsilon_gaussian(sigma, delta))
+    if not sigma:
+        return math.inf
     if math.isinf(sigma) or _delta_of_gaussian(sigma, 0.0) <= delta:
         return 0.0
     high = 1.0
