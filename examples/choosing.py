@@ -158,6 +158,22 @@ def tabular():
 TASKS = {"ratings": ratings, "clothes": clothes, "text": text, "tabular": tabular}
 
 
+def compared(name, options, candidates, epsilons, **how):
+    """The comparison on one task, whose runs and table are written to files."""
+    task = TASKS[name]()
+    if options.quick:
+        task = dataclasses.replace(task, steps=8)
+        options.trials, options.seeds = 1, 1
+    comparison = dp.tuning.compare(
+        task, candidates, epsilons, DELTA, trials=options.trials, seeds=options.seeds, name=name,
+        results=options.output / f"results-{name}{'-quick' * options.quick}.csv", **how,
+    )  # fmt: skip
+    table = comparison.markdown()
+    (options.output / f"{name}.md").write_text(table, encoding="utf-8")
+    print(f"\n{name}\n\n{table}")
+    return comparison
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,19 +189,10 @@ def main():
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.tasks:
-        task = TASKS[name]()
-        if options.quick:
-            task = dataclasses.replace(task, steps=8)
-            options.trials, options.seeds = 1, 1
-        comparison = dp.tuning.compare(
-            task, options.candidates, options.epsilons, DELTA, trials=options.trials,
-            seeds=options.seeds, search_at=options.search_at, name=name,
-            results=options.output / f"results-{name}{'-quick' * options.quick}.csv",
-        )  # fmt: skip
-        table = comparison.markdown()
-        (options.output / f"{name}.md").write_text(table, encoding="utf-8")
+        comparison = compared(
+            name, options, options.candidates, options.epsilons, search_at=options.search_at
+        )
         comparison.plot().figure.savefig(options.output / f"{name}.png", dpi=130)
-        print(f"\n{name}\n\n{table}")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ Writes results-TASK.csv (every run) and TASK.md (a table) to output/clip_norms.
 """
 
 import argparse
-import dataclasses
 import pathlib
 
-from choosing import DELTA, TASKS
+from choosing import TASKS, compared
 
 import dp_keras_opt as dp
 
@@ -27,7 +26,6 @@ CLIP_NORMS = {
     "normalize=True": {"clip_norm": 1.0, "normalize": True},
     "Quantile(0.5)": {"clip_norm": dp.clipping.Quantile(0.5)},
 }
-
 
 #: The class, and its arguments, by the name in `dp.tuning.CANDIDATES`.
 OPTIMIZERS = {
@@ -61,18 +59,7 @@ def main():
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.tasks:
-        task = TASKS[name]()
-        if options.quick:
-            task = dataclasses.replace(task, steps=8)
-            options.trials, options.seeds = 1, 1
-        comparison = dp.tuning.compare(
-            task, list(candidates(options.optimizers)), [3.0], DELTA, trials=options.trials,
-            seeds=options.seeds, name=name,
-            results=options.output / f"results-{name}{'-quick' * options.quick}.csv",
-        )  # fmt: skip
-        table = comparison.markdown()
-        (options.output / f"{name}.md").write_text(table, encoding="utf-8")
-        print(f"\n{name}\n\n{table}")
+        compared(name, options, list(candidates(options.optimizers)), [3.0])
 
 
 if __name__ == "__main__":

@@ -192,11 +192,7 @@ class Ledger:
             filter=filter and filter.after(_steps(self.of_data_set())),
             after=tuple(sorted(s.state for s in self.segments if s.planned_steps > s.steps > 0)),
         )
-        step_event(segment.releases, sampling.noise_adjacency)  # refuses what cannot be accounted
-        sampling.check_releases(segment.releases)
-        before = self.of_data_set(segment.data_set)
-        admit(before, segment)
-        _check_units(before, segment)
+        _check_accountable(segment, self.of_data_set(segment.data_set))
         self.close()
         self._current = segment
 
@@ -217,14 +213,11 @@ class Ledger:
         self._need_file()
         if any(known.run == segment.run for known in self.segments):
             raise ValueError(f"Run {segment.run} is in the ledger already. Enter a release once.")
-        step_event(segment.releases, segment.sampling.noise_adjacency)
-        segment.sampling.check_releases(segment.releases)
         before = [known for known in self.of_data_set(segment.data_set) if known.steps]
         held = segment.filter or common_filter(before)
         if held is not None:
             segment = dataclasses.replace(segment, filter=held.after(_steps(before)))
-        admit(before, segment)
-        _check_units(before, segment)
+        _check_accountable(segment, before)
         if segment.filter is not None and not segment.filter.is_kept([*before, segment]):
             raise ValueError(
                 f"The release would exceed the budget of the privacy filter ({segment.filter}). "
@@ -551,6 +544,18 @@ class Ledger:
             self._unlocked, self._journal = self.path, None
 
     release = deprecation.renamed_attribute("release", "unlock")
+
+
+def _check_accountable(segment, before):
+    """Refuses a segment that cannot be accounted, or not beside those before it.
+
+    Raises:
+        ValueError: the message names what cannot be.
+    """
+    step_event(segment.releases, segment.sampling.noise_adjacency)
+    segment.sampling.check_releases(segment.releases)
+    admit(before, segment)
+    _check_units(before, segment)
 
 
 def _check_units(segments, new):

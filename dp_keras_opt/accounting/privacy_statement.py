@@ -17,7 +17,7 @@ from dp_keras_opt.accounting.caps import warn_of_cap
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.groups import group_epsilon
 from dp_keras_opt.accounting.privacy_filters import FilterBudget, is_lost, kept_filter
-from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of
+from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of, whom
 from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import whole_number
 
@@ -170,9 +170,7 @@ def _claim(segments, delta, accountant):
     if accountant in ("auto", "pld"):
         risk = risk_of(segments, accountant)
     else:
-        first = segments[0].sampling
-        what = {"unit": first.unit, "adjacency": first.adjacency, "data_set": segments[0].data_set}
-        risk = of_guarantee(dearest.epsilon, delta, **what)
+        risk = of_guarantee(dearest.epsilon, delta, **whom(segments))
     return Claim(segments, lower, spent.epsilon, *dearest, risk)
 
 

@@ -229,31 +229,34 @@ def risk_of(segments: Sequence[Any], accountant: Accountant = "auto") -> Risk:
         return Risk((of_pairs([(0.0, 0.0)]),), "no release")
     accountants.check_composable(segments)
     accountant = accountants.chosen(segments, accountant)
-    kept = kept_filter(segments)
+    kept, about = kept_filter(segments), whom(segments)
     if kept is not None:
-        first = segments[0].sampling
-        what = {"unit": first.unit, "adjacency": first.adjacency, "data_set": segments[0].data_set}
-        return Risk(_of_budget(kept), "budget of a filter", **what)
+        return Risk(_of_budget(kept), "budget of a filter", **about)
     if is_lost(segments):
-        first = segments[0].sampling
-        what = {"unit": first.unit, "adjacency": first.adjacency, "data_set": segments[0].data_set}
-        return of_guarantee(math.inf, 1.0, **what)
+        return of_guarantee(math.inf, 1.0, **about)
     curves, bases = [], set()
     for history in scenarios(segments):
         found, basis = _curves(history, accountant)
         curves += found
         bases.add(basis)
-    sampling = segments[0].sampling
     worst: Sequence[Basis] = ("unbounded", "epsilon and delta", "loss distribution")
     return Risk(
         tuple(curves),
         next(basis for basis in worst if basis in bases),
-        sampling.unit,
-        sampling.adjacency,
-        any(segment.sampling.is_heuristic for segment in segments),
-        any(is_unknown(segment) for segment in segments),
-        segments[0].data_set,
+        is_heuristic=any(segment.sampling.is_heuristic for segment in segments),
+        is_open=any(is_unknown(segment) for segment in segments),
+        **about,
     )
+
+
+def whom(segments: Sequence[Any]) -> dict[str, Any]:
+    """Whom a `Risk` of segments that compose is about: unit, adjacency and data set."""
+    first = segments[0]
+    return {
+        "unit": first.sampling.unit,
+        "adjacency": first.sampling.adjacency,
+        "data_set": first.data_set,
+    }
 
 
 def of_guarantee(epsilon: float, delta: float, **what: Any) -> Risk:

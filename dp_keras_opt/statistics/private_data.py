@@ -25,7 +25,7 @@ from dp_keras_opt.statistics import contributions, quantiles
 from dp_keras_opt.statistics.columns import check_order, chunks
 from dp_keras_opt.statistics.contributions import Units
 from dp_keras_opt.statistics.release import planned, released
-from dp_keras_opt.statistics.vocabulary import Vocabulary, word_counts
+from dp_keras_opt.statistics.vocabulary import Vocabulary, as_text, word_counts
 from dp_keras_opt.types import Adjacency
 
 _MECHANISMS = {"gaussian": Gaussian, "laplace": Laplace}
@@ -220,7 +220,7 @@ class PrivateData:
         def bins(rows):
             rows = np.asarray(rows)
             if rows.dtype.kind in "OS":
-                rows = np.array([_as_text(each) for each in rows.ravel()]).reshape(rows.shape)
+                rows = np.array([as_text(each) for each in rows.ravel()]).reshape(rows.shape)
             if rows.ndim != 1 or (rows.dtype.kind == "U") != (known.dtype.kind == "U"):
                 raise ValueError(
                     f"values must be one of the categories a row, of {known.dtype}; received "
@@ -531,10 +531,9 @@ class PrivateData:
     def _release(
         self, statistic, total, sensitivity, units, epsilon, delta, purpose, mechanism=None
     ):
-        segment = planned(
-            statistic, mechanism or self._mechanism, self._sampling(units.number), epsilon, delta,
-            sensitivity=sensitivity, purpose=purpose, data_set=self.data_set, budget=self.budget,
-        )  # fmt: skip
+        segment = self._planned(
+            statistic, sensitivity, units.number, epsilon, delta, purpose, mechanism=mechanism
+        )
         return released(total, segment, self.ledger)
 
     def _plan_scores(
@@ -548,9 +547,14 @@ class PrivateData:
             purpose: what they are, in words.
             times: how often they are released.
         """
+        return self._planned("scores", 1.0, number, epsilon, delta, purpose, times)
+
+    def _planned(
+        self, statistic, sensitivity, number, epsilon, delta, purpose, times=1, mechanism=None
+    ):
         return planned(
-            "scores", self._mechanism, self._sampling(number), epsilon, delta,
-            sensitivity=1.0, purpose=purpose, data_set=self.data_set, times=times,
+            statistic, mechanism or self._mechanism, self._sampling(number), epsilon, delta,
+            sensitivity=sensitivity, purpose=purpose, data_set=self.data_set, times=times,
             budget=self.budget,
         )  # fmt: skip
 
@@ -610,7 +614,3 @@ def _scaled(rows, middle, half):
 
 def _plain(value):
     return float(value) if np.ndim(value) == 0 else value
-
-
-def _as_text(word):
-    return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)

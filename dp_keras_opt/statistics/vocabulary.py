@@ -97,11 +97,12 @@ def _flat(rows):
         words = rows.ravel()
         owners = np.repeat(np.arange(len(rows)), words.size // len(rows))
     if words.dtype.kind in "OSU":
-        words = np.array([_text(word) for word in words.tolist()], object)
+        words = np.array([as_text(word) for word in words.tolist()], object)
     elif words.dtype.kind not in "iu":
         raise ValueError(f"Words must be strings or integers; received {words.dtype}.")
     return owners, words
 
 
-def _text(word):
+def as_text(word: Any) -> str:
+    """A word as Python has it; of bytes that are no UTF-8, what can be read."""
     return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)

@@ -41,19 +41,6 @@ def private(**arguments):
     return dp.statistics.PrivateData(dp.accounting.Ledger(), **arguments)
 
 
-@pytest.fixture
-def barrier(monkeypatch):
-    """What reaches the barrier: (total, mechanism, multiplier, sensitivity); no noise is added."""
-    seen = []
-
-    def record(total, *terms):
-        seen.append((np.atleast_1d(total), *terms))
-        return np.asarray(total)
-
-    monkeypatch.setattr(numbers, "released", record)
-    return seen
-
-
 def values(model, data, metrics, **arguments):
     found = evaluate(model, data, metrics, private(**arguments), 1.0, DELTA)
     return {name: estimate.value for name, estimate in found.items()}

@@ -41,19 +41,6 @@ def released(name, epsilon=1.0, delta=0.01, values=None, ledger=None, **private)
     return getattr(data, method)(values, epsilon=epsilon, delta=delta, **arguments)
 
 
-@pytest.fixture
-def barrier(monkeypatch):
-    """What reaches the barrier: (total, mechanism, multiplier, sensitivity); no noise is added."""
-    seen = []
-
-    def record(total, *terms):
-        seen.append((np.atleast_1d(total), *terms))
-        return np.asarray(total)
-
-    monkeypatch.setattr(numbers, "released", record)
-    return seen
-
-
 # Values.
 
 
