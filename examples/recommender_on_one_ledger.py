@@ -31,10 +31,10 @@ import matplotlib
 matplotlib.use("Agg")
 import numpy as np
 from example_data import movielens_100k
+from text_on_one_ledger import DELTA, fit, publish
 
 import dp_keras_opt as dp
 
-DELTA = 1e-6
 UNIT = "rating"
 ACCOUNTS = 943
 SCALE = (1.0, 5.0)
@@ -104,21 +104,7 @@ def train(model, data, options):
         data["validation"], [ERROR], options.epsilon, DELTA, disjoint_from_training=True,
         batch_size=4096,
     )  # fmt: skip
-    report = dp.callbacks.PrivacyReport(DELTA)
-    model.fit(
-        batches,
-        epochs=options.epochs,
-        callbacks=[
-            dp.callbacks.PrivacyBudget(options.epsilon, DELTA),
-            report,
-            validation,
-            keras.callbacks.EarlyStopping(
-                "private_mae", mode="min", patience=3, restore_best_weights=True
-            ),
-        ],
-        verbose=2,
-    )
-    return validation, report
+    return validation, fit(model, batches, validation, "private_mae", "min", options)
 
 
 def arguments():
@@ -156,14 +142,7 @@ def main():
     scores = dp.statistics.evaluate(
         model, data["test"], [ERROR], tested, options.epsilon, DELTA, batch_size=4096
     )
-    for name, score in scores.items():
-        print(f"test {name}: {score.value:.4f} ± {score.noise_std:.4f}")
-
-    curve = dp.plots.training_curve(validation)
-    curve.figure.savefig(options.output / "curve.png", dpi=150)
-    statement = report.statement()
-    (options.output / "statement.txt").write_text(statement, encoding="utf-8")
-    print("\n" + statement)
+    publish(scores, validation, report, options.output)
 
 
 if __name__ == "__main__":

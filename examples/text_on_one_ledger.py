@@ -97,21 +97,28 @@ def train(model, data, options):
         (features(texts), labels), ["accuracy", "auc"], options.epsilon, DELTA,
         disjoint_from_training=True,
     )  # fmt: skip
+    return validation, fit(model, batches, validation, "private_accuracy", "max", options)
+
+
+def fit(model, batches, validation, monitor, mode, options):
+    """Trains until the budget is spent or a private score gets no better; returns the report."""
     report = dp.callbacks.PrivacyReport(DELTA)
-    model.fit(
-        batches,
-        epochs=options.epochs,
-        callbacks=[
-            dp.callbacks.PrivacyBudget(options.epsilon, DELTA),
-            report,
-            validation,
-            keras.callbacks.EarlyStopping(
-                "private_accuracy", mode="max", patience=3, restore_best_weights=True
-            ),
-        ],
-        verbose=2,
-    )
-    return validation, report
+    stop = keras.callbacks.EarlyStopping(monitor, mode=mode, patience=3, restore_best_weights=True)
+    budget = dp.callbacks.PrivacyBudget(options.epsilon, DELTA)
+    callbacks = [budget, report, validation, stop]
+    model.fit(batches, epochs=options.epochs, callbacks=callbacks, verbose=2)
+    return report
+
+
+def publish(scores, validation, report, output):
+    """Prints the scores of the test data, and writes the curve and the statement."""
+    for name, score in scores.items():
+        print(f"test {name}: {score.value:.4f} ± {score.noise_std:.4f}")
+    curve = dp.plots.training_curve(validation)
+    curve.figure.savefig(output / "curve.png", dpi=150)
+    statement = report.statement()
+    (output / "statement.txt").write_text(statement, encoding="utf-8")
+    print("\n" + statement)
 
 
 def arguments():
@@ -149,14 +156,7 @@ def main():
     scores = dp.statistics.evaluate(
         model, (features(texts), labels), ["accuracy", "auc"], tested, options.epsilon, DELTA
     )
-    for name, score in scores.items():
-        print(f"test {name}: {score.value:.4f} ± {score.noise_std:.4f}")
-
-    curve = dp.plots.training_curve(validation)
-    curve.figure.savefig(options.output / "curve.png", dpi=150)
-    statement = report.statement()
-    (options.output / "statement.txt").write_text(statement, encoding="utf-8")
-    print("\n" + statement)
+    publish(scores, validation, report, options.output)
 
 
 if __name__ == "__main__":
