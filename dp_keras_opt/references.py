@@ -660,7 +660,7 @@ REFERENCES: dict[str, Reference] = {
     "bruna2013": Reference(
         ("Joan Bruna", "Stéphane Mallat"),
         "Invariant scattering convolution networks",
-        "IEEE Transactions on Pattern Analysis and Machine Intelligence 35(8)",
+        "IEEE Transactions on Pattern Analysis and Machine Intelligence 35(8), 2013",
         2013,
         arxiv="1203.1513",
     ),
