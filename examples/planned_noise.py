@@ -11,14 +11,15 @@ goes on if it was interrupted, and the mean difference of the pairs to `planned_
 """
 
 import argparse
-import csv
+import functools
 import itertools
 import pathlib
 
 import choosing
 import keras
 import numpy as np
-from same_epsilon import known_runs, setting
+import results
+from same_epsilon import setting
 
 import dp_keras_opt as dp
 from dp_keras_opt.tuning import candidates, runs
@@ -32,7 +33,6 @@ RULES = {
 EIGHT, PLANNED, RATE_BY_SIGMA = "8 bands", "planned", "planned, rate by σ"
 HORIZON = "planned, horizon 20"
 KEY = ("task", "rule", "epsilon", "noise", "seed")
-COLUMNS = (*KEY, "groups", "steps", "mechanism", "noise_multiplier", "error", "score")
 
 
 def chosen(optimizer, task, noise, epsilon):
@@ -56,8 +56,9 @@ def batches(task, choice):
     return dp.data.cyclic_poisson(task.train, size, groups, steps, unit=task.unit)
 
 
-def run(task, name, rule, epsilon, noise, seed):
-    """One training, as a row."""
+def run(tasks, name, rule, epsilon, noise, seed):
+    """One training."""
+    task = tasks[name]
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
     info = candidates.RunInfo(task.steps, task.batch_size, task.clip_norm)
@@ -77,14 +78,13 @@ def run(task, name, rule, epsilon, noise, seed):
     model.fit(batches(task, choice), verbose=0)
     spent = model.ledger.epsilon(choosing.DELTA)
     assert spent <= epsilon, spent
-    key = dict(zip(KEY, (name, rule, f"{epsilon:g}", noise, f"{seed}"), strict=True))
-    return key | {
+    return {
         "groups": choice.sampling.groups,
         "steps": choice.steps,
         "mechanism": type(choice.mechanism).__name__,
-        "noise_multiplier": f"{choice.noise_multiplier:.6g}",
-        "error": f"{choice.error:.6g}",
-        "score": f"{runs.score(task, model, task.test):.6g}",
+        "noise_multiplier": choice.noise_multiplier,
+        "error": choice.error,
+        "score": runs.score(task, model, task.test),
     }
 
 
@@ -128,25 +128,18 @@ def main():
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("output/planned_noise"))
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "results.csv"
-    rows = known_runs(path, KEY)
     tasks = {name: choosing.TASKS[name]() for name in options.tasks}
-    for seed, (name, task), epsilon, noise in itertools.product(
-        range(options.seeds), tasks.items(), options.epsilons, options.noises
-    ):
-        rule = options.rule or RULES[name]
-        key = name, rule, f"{epsilon:g}", noise, f"{seed}"
-        if key in rows:
-            continue
-        rows[key] = run(task, name, rule, epsilon, noise, seed)
-        is_new = not path.exists()
-        with open(path, "a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if is_new:
-                writer.writeheader()
-            writer.writerow(rows[key])
-    text = table(rows.values())
+    settings = (
+        (name, options.rule or RULES[name], epsilon, noise, seed)
+        for seed, name, epsilon, noise in itertools.product(
+            range(options.seeds), options.tasks, options.epsilons, options.noises
+        )
+    )
+    text = table(
+        results.completed(
+            options.output / "results.csv", KEY, settings, functools.partial(run, tasks)
+        )
+    )
     (options.output / "planned_noise.md").write_text(text, encoding="utf-8")
     print(text)
 

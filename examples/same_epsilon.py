@@ -9,13 +9,14 @@ on if it was interrupted, and the mean difference of the pairs to `same_epsilon.
 """
 
 import argparse
-import csv
+import functools
 import itertools
 import json
 import pathlib
 
 import choosing
 import numpy as np
+import results
 
 from dp_keras_opt.tuning import candidates, runs
 
@@ -23,41 +24,31 @@ SETTINGS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "how_to" / "ch
 CANDIDATES = ("DPSGD, momentum", "DPAdam, bias-corrected")
 ACCOUNTANTS = ("rdp", "auto")
 KEY = ("task", "candidate", "epsilon", "accountant", "seed")
-COLUMNS = (*KEY, "values", "noise_multiplier", "score")
 
 
 def setting(task, candidate):
     """The values of its hyper-parameters that the search of `choosing.py` found best."""
-    with open(SETTINGS / f"results-{task}.csv", newline="", encoding="utf-8") as file:
-        found = {
-            row["values"]
-            for row in csv.DictReader(file)
-            if (row["part"], row["candidate"]) == ("test", candidate)
-        }
+    found = {
+        row["values"]
+        for row in results.rows(SETTINGS / f"results-{task}.csv")
+        if (row["part"], row["candidate"]) == ("test", candidate)
+    }
     (values,) = found
     return json.loads(values)
 
 
-def known_runs(path, key=KEY):
-    """The rows that are there already, by their values of the columns `key`."""
-    if not path.exists():
-        return {}
-    with open(path, newline="", encoding="utf-8") as file:
-        return {tuple(row[name] for name in key): row for row in csv.DictReader(file)}
-
-
-def run(task, name, candidate, epsilon, accountant, seed):
-    """One training, as a row."""
+def run(tasks, name, candidate, epsilon, accountant, seed):
+    """One training."""
+    task = tasks[name]
     values = setting(name, candidate)
     model = runs.train(
         task, candidates.get(candidate), values, epsilon, choosing.DELTA, seed,
         accountant=accountant,
     )  # fmt: skip
-    row = dict(zip(KEY, (name, candidate, f"{epsilon:g}", accountant, f"{seed}"), strict=True))
-    return row | {
+    return {
         "values": json.dumps(values),
-        "noise_multiplier": f"{model.optimizer.noise_multiplier:.6g}",
-        "score": f"{runs.score(task, model, task.test):.6g}",
+        "noise_multiplier": model.optimizer.noise_multiplier,
+        "score": runs.score(task, model, task.test),
     }
 
 
@@ -98,25 +89,18 @@ def main():
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("output/same_epsilon"))
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "results.csv"
-    rows = known_runs(path)
-    for name in options.tasks:
-        task = choosing.TASKS[name]()
-        for seed, candidate, epsilon, accountant in itertools.product(
-            range(options.seeds), options.candidates, options.epsilons, ACCOUNTANTS
-        ):
-            key = name, candidate, f"{epsilon:g}", accountant, f"{seed}"
-            if key in rows:
-                continue
-            rows[key] = run(task, name, candidate, epsilon, accountant, seed)
-            is_new = not path.exists()
-            with open(path, "a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                if is_new:
-                    writer.writeheader()
-                writer.writerow(rows[key])
-    text = table(rows.values())
+    tasks = {name: choosing.TASKS[name]() for name in options.tasks}
+    settings = (
+        (*rest, seed)
+        for seed, *rest in itertools.product(
+            range(options.seeds), options.tasks, options.candidates, options.epsilons, ACCOUNTANTS
+        )
+    )
+    text = table(
+        results.completed(
+            options.output / "results.csv", KEY, settings, functools.partial(run, tasks)
+        )
+    )
     (options.output / "same_epsilon.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -10,14 +10,15 @@ interrupted, and the mean differences to `weight_averages.md`.
 """
 
 import argparse
-import csv
+import functools
 import itertools
 import pathlib
 
 import choosing
 import keras
 import numpy as np
-from same_epsilon import known_runs, setting
+import results
+from same_epsilon import setting
 
 import dp_keras_opt as dp
 from dp_keras_opt.tuning import candidates, runs
@@ -29,7 +30,6 @@ RULES = (
     "DPAdam, bias-corrected, banded noise",
 )
 KEY = ("task", "rule", "epsilon", "start", "seed")
-COLUMNS = (*KEY, "noise_multiplier", "score", "score_of_average")
 
 
 class Last(keras.callbacks.Callback):
@@ -39,8 +39,9 @@ class Last(keras.callbacks.Callback):
         self.weights = self.model.get_weights()
 
 
-def run(task, name, rule, epsilon, start, seed):
-    """One training, as a row with the score of both."""
+def run(tasks, name, rule, epsilon, start, seed):
+    """One training, with the score of both."""
+    task = tasks[name]
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
     candidate, values = candidates.get(rule), setting(name, rule)
@@ -55,11 +56,10 @@ def run(task, name, rule, epsilon, start, seed):
     model.fit(batches, verbose=0, callbacks=[last])
     of_average = runs.score(task, model, task.test)
     model.set_weights(last.weights)
-    key = dict(zip(KEY, (name, rule, f"{epsilon:g}", f"{start:g}", f"{seed}"), strict=True))
-    return key | {
-        "noise_multiplier": f"{optimizer.noise_multiplier:.6g}",
-        "score": f"{runs.score(task, model, task.test):.6g}",
-        "score_of_average": f"{of_average:.6g}",
+    return {
+        "noise_multiplier": optimizer.noise_multiplier,
+        "score": runs.score(task, model, task.test),
+        "score_of_average": of_average,
     }
 
 
@@ -98,24 +98,18 @@ def main():
         "--output", type=pathlib.Path, default=pathlib.Path("output/weight_averages")
     )
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "results.csv"
-    rows = known_runs(path, KEY)
     tasks = {name: choosing.TASKS[name]() for name in options.tasks}
-    for seed, (name, task), rule, epsilon in itertools.product(
-        range(options.seeds), tasks.items(), options.rules, options.epsilons
-    ):
-        key = name, rule, f"{epsilon:g}", f"{options.start:g}", f"{seed}"
-        if key in rows:
-            continue
-        rows[key] = run(task, name, rule, epsilon, options.start, seed)
-        is_new = not path.exists()
-        with open(path, "a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if is_new:
-                writer.writeheader()
-            writer.writerow(rows[key])
-    text = table(rows.values())
+    settings = (
+        (*rest, seed)
+        for seed, *rest in itertools.product(
+            range(options.seeds), options.tasks, options.rules, options.epsilons, [options.start]
+        )
+    )
+    text = table(
+        results.completed(
+            options.output / "results.csv", KEY, settings, functools.partial(run, tasks)
+        )
+    )
     (options.output / "weight_averages.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -1,0 +1,156 @@
+"""What all records share: the rule by which settings are chosen, the runs, the table, the picture.
+
+The rule, fixed before any run. Some examples of the training set, drawn by seed 0, are declared
+public; what is left is the private training set. Settings (a Halton sequence over the ranges of the
+script) are tried on the public examples alone, by folds: trained on all but one, judged on that one,
+with the sampling probability, the number of steps, and the noise *relative to the batch* of the
+private run, so that what is found is right for that run. The best mean is chosen, at each ε anew;
+only then is anything trained on the private examples, and only for the record is the test set read.
+A second column, marked as such, does as most of the literature: all training examples are
+private, and the test set chooses.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import results
+
+HERE = pathlib.Path(__file__).resolve().parent
+OURS, BY_TEST = "dp-keras-opt", "dp-keras-opt, settings chosen on the test set"
+
+
+def published(benchmark):
+    """What others report for the same data: rows of `published.csv`."""
+    return [row for row in results.rows(HERE / "published.csv") if row["benchmark"] == benchmark]
+
+
+def options(description, name, epsilons):
+    """The command line that all scripts share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epsilons", nargs="+", type=float, default=epsilons)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=16, help="settings tried at each ε")
+    parser.add_argument("--quick", action="store_true", help="little of everything, to try it out")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("output/records", name))
+    return parser
+
+
+def public_and_private(count, public):
+    """Places of the public examples, and of the private ones."""
+    order = np.random.default_rng(0).permutation(count)
+    return order[:public], order[public:]
+
+
+def chosen(path, run, epsilons, settings, folds, better=max):
+    """The best setting at each ε.
+
+    Args:
+        path: of the CSV file of all trials.
+        run: function of (epsilon, values, fold) that returns a score.
+        epsilons: the budgets.
+        settings: dicts of values.
+        folds: how many.
+        better: `max` or `min`.
+
+    Returns:
+        A dict from ε to values.
+    """
+    every = [
+        (epsilon, json.dumps(values), fold)
+        for epsilon in epsilons
+        for values in settings
+        for fold in range(folds)
+    ]
+    rows = results.completed(
+        path, ("epsilon", "values", "fold"), every,
+        lambda epsilon, values, fold: {"score": run(epsilon, json.loads(values), fold)},
+    )  # fmt: skip
+    means = {}
+    for row in rows:
+        means.setdefault(float(row["epsilon"]), {}).setdefault(row["values"], []).append(
+            float(row["score"])
+        )
+    return {
+        epsilon: json.loads(better(of_values, key=lambda values: np.mean(of_values[values])))
+        for epsilon, of_values in means.items()
+    }
+
+
+def summary(rows):
+    """{(method, ε): (mean, its standard error, number of runs)}."""
+    scores = {}
+    for row in rows:
+        scores.setdefault((row["method"], float(row["epsilon"])), []).append(float(row["score"]))
+    return {
+        key: (np.mean(found), np.std(found, ddof=1) / len(found) ** 0.5, len(found))
+        for key, found in scores.items()
+        if len(found) > 1
+    }
+
+
+def table(rows, digits=1):
+    """What was run: a row a method, a column an ε, means with their standard errors."""
+    ours = summary(rows)
+    epsilons = sorted({epsilon for _, epsilon in ours})
+    lines = [["method", *(f"ε = {epsilon:g}" for epsilon in epsilons)]]
+    lines += [["---"] * len(lines[0])]
+    for method in dict.fromkeys(method for method, _ in ours):
+        cells = [ours.get((method, epsilon)) for epsilon in epsilons]
+        lines.append(
+            [method] + [f"{c[0]:.{digits}f} ± {c[1]:.{digits + 1}f}" if c else "" for c in cells]
+        )
+    return _markdown(lines)
+
+
+def published_table(benchmark):
+    """What others report: a row a figure, the largest ε last."""
+    rows = sorted(published(benchmark), key=lambda row: float(row["epsilon"]))
+    lines = [["ε", "δ", "score", "method", "source", "note"], ["---"] * 6]
+    lines += [
+        [row[name] for name in ("epsilon", "delta", "score", "method", "source", "note")]
+        for row in rows
+    ]
+    return _markdown(lines)
+
+
+def _markdown(lines):
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def picture(rows, benchmark, what, path, title):
+    """The score against ε, with error bars of two standard errors, beside what is published."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    ours = summary(rows)
+    for method in dict.fromkeys(method for method, _ in ours):
+        found = sorted((epsilon, *ours[name, epsilon]) for name, epsilon in ours if name == method)
+        epsilon, mean, error, _ = np.transpose(found)
+        axes.errorbar(epsilon, mean, 2 * error, marker="o", markersize=4, capsize=2, label=method)
+    theirs = {}
+    for row in published(benchmark):
+        if row["epsilon"] != "inf":
+            theirs.setdefault(row["method"], []).append(
+                (float(row["epsilon"]), float(row["score"]))
+            )
+    for method, points in theirs.items():
+        axes.plot(*np.transpose(sorted(points)), marker="x", linestyle=":", label=method)
+    axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 3, 4, 8], labels=["0.5", "1", "2", "3", "4", "8"])
+    axes.set_xlim(0.45, 9)
+    axes.minorticks_off()
+    axes.set_xlabel("ε")
+    axes.set_ylabel(what)
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=130)
