@@ -1,11 +1,12 @@
 """What all records share: the rule by which settings are chosen, the runs, the table, the picture.
 
 The rule, fixed before any run. Some examples of the training set, drawn by seed 0, are declared
-public; what is left is the private training set. Settings (a Halton sequence over the ranges of the
-script) are tried on the public examples alone, by folds: trained on all but one, judged on that one,
-with the sampling probability, the number of steps, and the noise *relative to the batch* of the
-private run, so that what is found is right for that run. The best mean is chosen, at each ε anew;
-only then is anything trained on the private examples, and only for the record is the test set read.
+public; what is left is the private training set. Settings (a Halton sequence over the ranges of
+the script) are tried on the public examples alone, by folds: trained on all but one, judged on that
+one, with the sampling probability, the number of steps, and the noise *relative to the batch* of
+the private run, so that what is found is right for that run. The best mean is chosen, at each ε
+anew; only then is anything trained on the private examples, and only for the record is the test set
+read.
 A second column, marked as such, does as most of the literature: all training examples are
 private, and the test set chooses.
 """
