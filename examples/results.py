@@ -43,10 +43,11 @@ def completed(path, names, settings, run, minutes=None):
 
 
 def _append(path, row):
-    is_new = not path.exists()
+    """Adds a row, whose values go by the names in the first line; other names are an error."""
+    known = rows(path)
     with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row))
-        if is_new:
+        writer = csv.DictWriter(file, list(known[0] if known else row))
+        if not known:
             writer.writeheader()
         writer.writerow(row)
 
