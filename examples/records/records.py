@@ -115,12 +115,17 @@ def table(rows, digits=1):
 
 
 def published_table(benchmark):
-    """What others report: a row a figure, the largest ε last."""
-    rows = sorted(published(benchmark), key=lambda row: float(row["epsilon"]))
-    lines = [["ε", "δ", "score", "method", "source", "note"], ["---"] * 6]
+    """What others report: a row a method, a column an ε."""
+    found = {}
+    for row in published(benchmark):
+        key = row["method"], row["delta"], row["source"], row["note"]
+        found.setdefault(key, {})[float(row["epsilon"])] = row["score"]
+    epsilons = sorted({epsilon for scores in found.values() for epsilon in scores})
+    lines = [["method", *(f"ε = {epsilon:g}" for epsilon in epsilons), "δ", "source", "note"]]
+    lines += [["---"] * len(lines[0])]
     lines += [
-        [row[name] for name in ("epsilon", "delta", "score", "method", "source", "note")]
-        for row in rows
+        [method, *(scores.get(epsilon, "") for epsilon in epsilons), delta, source, note]
+        for (method, delta, source, note), scores in found.items()
     ]
     return _markdown(lines)
 

@@ -60,7 +60,7 @@ def test_every_file_and_folder_has_a_room():
 
 def test_scripts_have_names_of_their_own():
     """Tests import them side by side: of two modules of one name the second is never read."""
-    folders = ("benchmarks", "examples", "examples/papers")
+    folders = ("benchmarks", "examples", "examples/papers", "examples/records")
     names = [path.stem for folder in folders for path in (ROOT.parent / folder).glob("*.py")]
     installed = importlib.metadata.packages_distributions()
     assert len(set(names)) == len(names) and not set(names) & set(installed)
