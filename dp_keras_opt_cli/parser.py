@@ -181,8 +181,9 @@ def _add_compare(subparsers):
     parser.add_argument("--clip-norm", type=args.positive, default=1.0, help="default 1")
     parser.add_argument("--unit", default="example", help="what one row of the data is, in a word")
     parser.add_argument(
-        "--trials", type=args.count, default=4, help="settings to try, each; default 4"
-    )
+        "--trials", type=args.count, default=4,
+        help="settings to try at each ε for each hyper-parameter; default 4",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=args.count, default=3, help="runs to judge by; default 3")
     parser.add_argument(
         "--fresh", action="store_true",

@@ -73,9 +73,10 @@ def compare(
 ) -> Comparison:
     """Trains each candidate at each ε, with hyper-parameters found by a small random search.
 
-    For each candidate, `trials` settings are trained at one ε and the best by `task.validation` is
-    chosen; with it, models from `seeds` other initial weights are trained at every ε and scored by
-    `task.test`. Every candidate gets the same number of trials.
+    For each candidate and at each ε, some settings are trained and the best by `task.validation` is
+    chosen; with it, models from `seeds` other initial weights are trained and scored by
+    `task.test`. A candidate gets `trials` settings for each of its hyper-parameters, so that none
+    is searched more thinly than another.
 
     Guarantee: each model alone is private at its ε; *the comparison is not*. It publishes
     scores of many models trained on the same data. Do it on public data of the same kind, and
@@ -87,9 +88,11 @@ def compare(
             task has the data for.
         epsilons: the budgets, each for one run.
         delta: their δ.
-        trials: settings to try; 1 takes the middle of the space.
+        trials: settings to try for each hyper-parameter: two have twice as many. 1 takes the middle
+            of the space.
         seeds: runs by which the chosen setting is judged, at least 1.
-        search_at: the ε at which settings are tried; the middle one by default.
+        search_at: None, or the one ε at which settings are tried, to be used at all: it saves most
+            of the runs, and the best learning rate is not the same at all ε.
         results: None, or a CSV file that every run is written to as it ends. What is there
             already is not run again, so that an interrupted comparison goes on.
         name: of the task, in that file.
@@ -109,20 +112,22 @@ def compare(
         raise ValueError(f"trials={trials} and seeds={seeds} must be at least 1.")
     candidates = _resolved(candidates, task)
     epsilons = [float(epsilon) for epsilon in epsilons]
-    search_at = float(search_at or sorted(epsilons)[len(epsilons) // 2])
+    searches = epsilons if search_at is None else [float(search_at)]
     runner = _Runner(task, name, delta, accountant, results)
-    total = len(candidates) * ((trials if trials > 1 else 0) + seeds * len(epsilons))
+    tried = {each.name: _settings(each, trials) for each in candidates}
+    searched = sum(len(settings) for settings in tried.values() if len(settings) > 1)
+    total = len(searches) * searched + len(candidates) * seeds * len(epsilons)
     bar = keras.utils.Progbar(total, unit_name="run") if verbose else None
     rows = []
     for each in candidates:
-        settings = each.draw(trials) if trials > 1 else [each.middle()]
-        chosen = settings[0]
-        if len(settings) > 1:
-            scores = [runner("validation", each, v, search_at, 0, bar) for v in settings]
-            chosen = settings[task.better(scores)]
+        settings, chosen = tried[each.name], {}
+        for epsilon in searches if len(settings) > 1 else ():
+            scores = [runner("validation", each, v, epsilon, 0, bar) for v in settings]
+            chosen[epsilon] = settings[task.better(scores)]
         for epsilon in epsilons:
-            scores = [runner("test", each, chosen, epsilon, s, bar) for s in range(1, seeds + 1)]
-            rows.append(_row(each.name, epsilon, chosen, scores))
+            values = chosen.get(epsilon if search_at is None else searches[0], settings[0])
+            scores = [runner("test", each, values, epsilon, s, bar) for s in range(1, seeds + 1)]
+            rows.append(_row(each.name, epsilon, values, scores))
     sign = -1 if task.higher_is_better else 1
     rows.sort(key=lambda row: (row["epsilon"], _last(sign * row["score"])))
     return Comparison(rows, task.higher_is_better)
@@ -169,6 +174,11 @@ def _accountant_of(row):
     """Files of before have no such column, except in rows that were added since: "rdp" is meant."""
     found = row.get("accountant") or "rdp"
     return found if isinstance(found, str) else found[0]
+
+
+def _settings(candidate, trials):
+    """What is tried of a candidate; one is not tried but taken."""
+    return candidate.draw(trials * len(candidate.space)) if trials > 1 else [candidate.middle()]
 
 
 def _resolved(candidates, task) -> list[Candidate]:

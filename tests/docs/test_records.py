@@ -1,4 +1,4 @@
-"""The page of records: its tables are those of the runs, and the script of Fashion-MNIST goes on."""
+"""The page of records: its tables are those of the runs, and Fashion-MNIST's script goes on."""
 
 import csv
 import importlib

@@ -1,5 +1,6 @@
 """Comparisons and tuning: budgets kept, results resumed, the choice paid for."""
 
+import collections
 import csv
 import dataclasses
 import functools
@@ -143,13 +144,16 @@ def test_compare_resumes_and_reports(task, tmp_path, monkeypatch):
     comparison = dp.tuning.compare(task, [SGD, other], (1.0, 4.0), DELTA, **options)
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * (2 + 2 * 2)
+    assert len(rows) == 2 * (2 * 2 + 2 * 2)
     searched = [row for row in rows if row["part"] == "validation"]
-    assert {row["epsilon"] for row in searched} == {"4"}  # the upper of two in the middle
     for row in comparison.rows:
+        at_once = row["candidate"], f"{row['epsilon']:g}"
         tried = {
-            r["values"]: float(r["score"]) for r in searched if r["candidate"] == row["candidate"]
+            r["values"]: float(r["score"])
+            for r in searched
+            if (r["candidate"], r["epsilon"]) == at_once
         }
+        assert len(tried) == 2
         assert str(row["values"]).replace("'", '"') == min(tried, key=tried.get)
         tested = [r for r in rows if r["part"] == "test"]
         key = row["candidate"], row["epsilon"]
@@ -171,6 +175,26 @@ def test_compare_resumes_and_reports(task, tmp_path, monkeypatch):
     assert again.rows == comparison.rows
     with pytest.raises(AssertionError, match="ran again"):
         dp.tuning.compare(task, [SGD], (1.0, 2.0), DELTA, **options)
+
+
+def test_each_hyperparameter_has_its_trials_and_one_epsilon_can_do(task, tmp_path):
+    path = tmp_path / "results.csv"
+    two = dp.tuning.candidate(
+        "two", "DPSGD", space={"learning_rate": (0.05, 0.5), "clip_norm": (0.1, 1.0)}
+    )
+    none = dp.tuning.candidate("none", "DPSGD", space={}, learning_rate=0.1)
+    comparison = dp.tuning.compare(
+        task, [SGD, two, none], (1.0, 4.0), DELTA, trials=2, seeds=1, search_at=4.0, results=path,
+        verbose=0,
+    )  # fmt: skip
+    with open(path, newline="", encoding="utf-8") as file:
+        searched = [row for row in csv.DictReader(file) if row["part"] == "validation"]
+    assert {row["epsilon"] for row in searched} == {"4"}
+    counts = collections.Counter(row["candidate"] for row in searched)
+    assert counts == {SGD.name: 2, "two": 4}  # what has nothing to search for is not tried
+    for name in (SGD.name, "two", "none"):
+        low, high = (row["values"] for row in comparison.rows if row["candidate"] == name)
+        assert low == high
 
 
 def test_plot(task):
