@@ -47,6 +47,11 @@ GROUPS = 4  # each rating, or person, is in every fourth batch
 AT_MOST = 100  # ratings that a person takes part with
 BIASES, FACTORS = f"{records.OURS}, biases", f"{records.OURS}, factorization"
 TEXTBOOK = "DPSGD, factorization, lots of 1,024, 5 epochs, rate 0.3, C = 1"
+KINDS = {
+    "score": "mean squared error",
+    "rmse": "root mean squared error",
+    "mae": "mean absolute error",
+}
 USERS = f"{records.OURS}, films privately, persons at home"
 
 
@@ -331,6 +336,24 @@ def runs_of(level, options, ratings, others):
     )  # fmt: skip
 
 
+def page(level, rows):
+    """A table of each kind of error."""
+    return "\n".join(
+        f"{level}: {name}\n\n{records.table([row | {'score': row[key]} for row in rows], 3)}"
+        for key, name in KINDS.items()
+    )
+
+
+def references_table(rows):
+    """A row a reference, means over the splits."""
+    lines = ["| not private | " + " | ".join(KINDS.values()) + " |", "| --- " * 4 + "|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        of_method = [row for row in rows if row["method"] == method]
+        means = [np.mean([float(row[key]) for row in of_method]) for key in KINDS]
+        lines.append(" | ".join([f"| {method}", *(f"{mean:.3f}" for mean in means)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def picture(found, references, path):
     """Test error against ε: beside what is published, closer, and where a person is protected."""
     figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
@@ -382,9 +405,9 @@ def main():
     for level in options.levels:
         found[level], references = runs_of(level, options, ratings, others)
     for level, rows in found.items():
-        page = records.table(rows, 3)
-        (options.output / f"{level}.md").write_text(page, encoding="utf-8")
-        print(f"{level}\n\n{page}")
+        text = f"{page(level, rows)}\n{references_table(references)}"
+        (options.output / f"{level}.md").write_text(text, encoding="utf-8")
+        print(text)
     picture(found, references, options.output / "records_ratings.png")
 
 

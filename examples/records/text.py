@@ -190,6 +190,13 @@ def reference(texts, topics, parts, method):
     return {"score": 100 * model.score(tf_idf.transform(texts[test]), topics[test])}
 
 
+def references_table(rows):
+    """A row a reference."""
+    lines = ["| not private | accuracy, % |", "| --- | --- |"]
+    lines += [f"| {row['method']} | {float(row['score']):.1f} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
 def main():
     parser = records.options(__doc__, "text", EPSILONS)
     parser.set_defaults(trials=8)
@@ -232,12 +239,12 @@ def main():
     rows = results.completed(
         options.output / "results.csv", ("method", "epsilon", "seed"), keys, run
     )
-    results.completed(
+    known = results.completed(
         options.output / "references.csv", ("method",),
         [(method,) for method in (MAJORITY, PUBLIC_ALONE, ALL, ALL_PAIRS)],
         lambda method: reference(texts, topics, parts, method),
     )  # fmt: skip
-    page = records.table(rows)
+    page = f"{records.table(rows)}\n{references_table(known)}"
     (options.output / "text.md").write_text(page, encoding="utf-8")
     records.picture(
         rows, "text", "accuracy on test definitions, %", options.output / "records_text.png",
