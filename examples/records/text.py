@@ -184,7 +184,7 @@ def reference(texts, topics, parts, method):
     train, ngrams = parts["public"], 1
     if method != PUBLIC_ALONE:
         train, ngrams = np.concatenate([parts["public"], parts["private"]]), 2 - (method == ALL)
-    tf_idf = TfidfVectorizer(ngram_range=(1, ngrams), sublinear_tf=True, **TOKENS)
+    tf_idf = TfidfVectorizer(ngram_range=(1, ngrams), min_df=ngrams, sublinear_tf=True, **TOKENS)
     x = tf_idf.fit_transform(texts[train])
     model = LogisticRegression(C=10.0, tol=1e-3, max_iter=200).fit(x, topics[train])
     return {"score": 100 * model.score(tf_idf.transform(texts[test]), topics[test])}

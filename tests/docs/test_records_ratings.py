@@ -78,7 +78,7 @@ def test_a_quick_run_goes_on_and_writes_its_files(ratings, tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["ratings.py", "--quick", "--output", str(tmp_path)])
     ratings.main()
     output = tmp_path / "quick"
-    for level, methods in (("ratings", 5), ("users", 2)):
+    for level, methods in (("ratings", 4), ("users", 2)):
         rows = rows_of(output / f"results-{level}.csv")
         assert len(rows) == 2 * methods and len({row["method"] for row in rows}) == methods
         assert all(2.9 < float(row["spent"]) <= 3 for row in rows)
