@@ -398,7 +398,7 @@ def picture(found, references, path):
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize="small"
     )
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=70)
 
 
 def main():
