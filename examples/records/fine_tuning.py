@@ -53,6 +53,7 @@ CHARACTERS = [
     chr(code)
     for first, last in ((33, 126), (0x391, 0x3C9), (0x410, 0x44F))  # Latin, Greek, Cyrillic
     for code in range(first, last + 1)
+    if chr(code).isprintable()  # some places are empty
 ]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
