@@ -136,7 +136,7 @@ def _markdown(lines):
 
 def picture(rows, benchmark, what, path, title):
     """The score against ε, with error bars of two standard errors, beside what is published."""
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
     ours = summary(rows)
     for method in dict.fromkeys(method for method, _ in ours):
         found = sorted((epsilon, *ours[name, epsilon]) for name, epsilon in ours if name == method)
@@ -158,5 +158,5 @@ def picture(rows, benchmark, what, path, title):
     axes.set_ylabel(what)
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=130)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    figure.savefig(path, dpi=80)

@@ -1,0 +1,137 @@
+"""The record of fine-tuning: what is pre-trained on, what each way trains, and that runs go on."""
+
+import csv
+import importlib
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAYERS = {"attention_0", "expand_0", "back_0", "patches", "head"}  # with a kernel
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The script with little of everything."""
+    pytest.importorskip("PIL")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "records")
+    module = importlib.import_module("fine_tuning")
+    small = {"WIDTH": 8, "BLOCKS": 1, "RANK": 1, "GLYPHS": 20, "EPOCHS": 2, "STEPS": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@pytest.fixture
+def weights(script, tmp_path):
+    path = tmp_path / "glyphs.weights.h5"
+    script.transformer().save_weights(path)
+    return path
+
+
+def made_up(count, seed):
+    """Pictures of two kinds, to tell by their height."""
+    y = np.random.default_rng(seed).integers(0, 2, count)
+    x = np.random.default_rng(seed + 1).uniform(0, 0.2, (count, 28, 28, 1))
+    x[y == 1, :14] += 0.7
+    return np.float32(x), np.int32(y)
+
+
+def rows_of(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def trainable(model):
+    """Paths of what is trained, with sizes."""
+    return {weight.path: int(np.prod(weight.shape)) for weight in model.trainable_weights}
+
+
+def values_of(model):
+    return {weight.path: weight.numpy() for weight in model.weights}
+
+
+def test_characters_are_distinct_and_drawn_as_pictures(script):
+    assert len({of_fonts[0].tobytes() for of_fonts in script.glyphs()}) == len(script.glyphs())
+    assert all(of_fonts[0].getbbox() for of_fonts in script.glyphs())  # none is blank
+    x, kinds = script.drawn(30)
+    assert x.shape == (30, 28, 28, 1) and x.dtype == np.float32
+    assert x.min() >= 0 and x.max() <= 1 and np.all(np.ptp(x, axis=(1, 2, 3)) > 0.1)
+    assert kinds.min() >= 0 and kinds.max() < len(script.glyphs())
+    again, _ = script.drawn(30)
+    np.testing.assert_array_equal(again, x)
+    assert not np.array_equal(script.drawn(30, 1)[0], x)
+
+
+def test_a_patch_is_a_square_of_the_picture(script):
+    import keras
+
+    x = np.arange(2 * 784, dtype=np.float32).reshape(2, 28, 28, 1)
+    body = script.transformer()
+    patches = keras.Model(body.input, body.get_layer("patches").input).predict(x, verbose=0)
+    np.testing.assert_array_equal(patches[1, 6].reshape(7, 7), x[1, 7:14, 14:21, 0])
+
+
+def test_what_each_way_trains(script, weights):
+    full, lora, head, scratch = (script.classifier(way, weights) for way in script.METHODS)
+    assert set(trainable(full)) == {weight.path for weight in full.weights}
+    assert trainable(head) == {"head/kernel": 16 * 8 * 10, "head/bias": 10}
+    assert trainable(scratch) == trainable(full)
+    kept = values_of(full)
+    for path, value in values_of(head).items():
+        np.testing.assert_array_equal(value, kept[path])
+    assert not np.array_equal(values_of(scratch)["patches/kernel"], kept["patches/kernel"])
+
+    names = trainable(lora)
+    assert {path.split("/")[0] for path in names} == LAYERS
+    kernels = {path for path in names if path.endswith("kernel")}
+    assert kernels == {"head/kernel"}
+    of_lora = [path for path in names if "lora" in path]
+    assert len(of_lora) == 2 * 7  # patches, four of the attention, two dense
+    x, _ = made_up(3, 0)  # a change that is zero
+    np.testing.assert_allclose(lora.predict(x, verbose=0), full.predict(x, verbose=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [1, 2])
+def test_what_is_frozen_stays_and_all_else_moves(script, weights, way):
+    method = script.METHODS[way]
+    begun = values_of(script.classifier(method, weights))
+    rows = made_up(60, 3)
+    model = script.train(method, weights, rows, 8.0, {"learning_rate": 0.01}, 0)
+    trained = set(trainable(model))
+    for path, value in values_of(model).items():
+        moved = path not in begun or not np.array_equal(value, begun[path])
+        assert moved == (path in trained), path
+    assert model.ledger.epsilon(script.DELTA) == pytest.approx(8, abs=0.05)
+
+
+def test_a_trial_on_public_rows_has_the_noise_of_the_private_run(script, weights):
+    """Std of the noise in the mean gradient, in units of the clip norm: σ/B."""
+    values = {"learning_rate": 0.01}
+    model = script.train(script.HEAD, weights, made_up(200, 0), 3.0, values, 0, stands_for=4000)
+    assert model.optimizer.noise_multiplier / 15 == pytest.approx(script.noise(4000, 2, 3.0) / 300)
+
+
+def test_a_quick_run_goes_on_and_writes_its_files(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "fashion", lambda: (made_up(200, 0), made_up(50, 2)))
+    monkeypatch.setattr(script, "PUBLIC", 60)
+    options = ["--quick", "--output", str(tmp_path), "--methods", script.HEAD]
+    monkeypatch.setattr(sys, "argv", ["fine_tuning.py", *options])
+    script.main()
+    files = [*tmp_path.glob("*.h5"), *(tmp_path / "quick").glob("*.csv")]
+    names = {"glyphs.weights.h5", "results.csv", "trials-head-alone.csv"}
+    assert {path.name for path in files} == names
+    kept = {path: (path.read_bytes(), path.stat().st_mtime) for path in files}
+    script.main()  # nothing is left to run
+    assert {path: (path.read_bytes(), path.stat().st_mtime) for path in files} == kept
+    rows = rows_of(tmp_path / "quick" / "results.csv")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["trained"] == str(16 * 8 * 10 + 10)
+        assert 2.95 < float(row["spent"]) <= 3.0
+    text = (tmp_path / "quick" / "fine_tuning.md").read_text(encoding="utf-8")
+    assert "| head alone |" in text
+    assert (tmp_path / "quick" / "records_fine_tuning.png").stat().st_size > 1000
