@@ -12,7 +12,7 @@ def rows(path):
         return list(csv.DictReader(file))
 
 
-def completed(path, names, settings, run, minutes=None):
+def completed(path, names, settings, run):
     """Runs what the file lacks, and says how long it will take.
 
     Args:
@@ -20,7 +20,6 @@ def completed(path, names, settings, run, minutes=None):
         names: of the columns that tell one run from another.
         settings: the values of these columns, a tuple a run.
         run: function of one setting that returns a dict of what else is written of the run.
-        minutes: what one run takes, as far as it is known before the first has ended.
 
     Returns:
         The rows of all these settings, in their order.
@@ -31,9 +30,8 @@ def completed(path, names, settings, run, minutes=None):
     missing = [key for key in settings if key not in known]
     begun = time.monotonic()
     for number, key in enumerate(missing):
-        if number:
-            minutes = (time.monotonic() - begun) / number / 60
-        left = "" if minutes is None else f", about {minutes * (len(missing) - number):.0f} minutes"
+        minutes = (time.monotonic() - begun) / 60
+        left = f", about {minutes / number * (len(missing) - number):.0f} minutes" if number else ""
         print(f"{path.name}: {len(missing) - number} of {len(settings)} runs left{left}; "
               f"now {', '.join(key)}", flush=True)  # fmt: skip
         found = {name: _text(value) for name, value in run(*settings[key]).items()}
@@ -44,9 +42,10 @@ def completed(path, names, settings, run, minutes=None):
 
 def _append(path, row):
     """Adds a row, whose values go by the names in the first line; other names are an error."""
-    known = rows(path)
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(known[0] if known else row))
+    with open(path, "a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        known = next(csv.reader(file), None)
+        writer = csv.DictWriter(file, known or list(row))
         if not known:
             writer.writeheader()
         writer.writerow(row)

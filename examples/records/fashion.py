@@ -12,7 +12,7 @@ them is trained by `DPSGD` with momentum, normalized or nearly so by a small cli
 Poisson batches, and the average of the weights of the second half is taken.
 
 See `records.py` for the rule by which learning rate, clip norm and steps are chosen. The features
-of all pictures are computed once and kept in the output folder (0.3 GB).
+of all pictures are computed once and kept in the output folder (0.2 to 0.6 GB for each kind).
 
 Writes results.csv (all runs), trials.csv, fashion.md, records_fashion.png and served/, the exported
 model, which takes pictures.
@@ -122,7 +122,8 @@ def whitening(of_drawn):
     return matrix, -mean @ matrix
 
 
-def features(kind="all"):
+@functools.cache
+def features(kind):
     """The model from pictures to what the classifier takes, of which nothing is trained."""
     raw = raw_features(kind)
     parts = [raw]
@@ -137,7 +138,7 @@ def features(kind="all"):
     return model
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def pictures_as_features(kind, folder):
     """(features, labels) of the training and the test set; computed once, kept in the folder."""
     (x, y), (x_test, y_test) = fashion()
@@ -154,16 +155,6 @@ def pictures_as_features(kind, folder):
 
 def batch_size(rows):
     return round(RATE * rows)
-
-
-@functools.cache
-def noise(rows, steps, epsilon, accountant):
-    """The noise multiplier of a private training on so many rows."""
-    optimizer = dp.optimizers.DPSGD(1.0, clip_norm=1.0, batch_size=batch_size(rows))
-    sampling = dp.accounting.Sampling.poisson(rows, batch_size(rows))
-    return dp.accounting.calibrate(
-        optimizer, sampling, steps, epsilon, DELTA, accountant=accountant
-    )
 
 
 def train(rows, epsilon, values, seed, stands_for=None, average=True, accountant="auto", **changes):
@@ -188,7 +179,9 @@ def train(rows, epsilon, values, seed, stands_for=None, average=True, accountant
         values["learning_rate"] / values["clip_norm"],
         clip_norm=values["clip_norm"],
         batch_size=batch_size(count),
-        noise_multiplier=noise(private, steps, epsilon, accountant)
+        noise_multiplier=records.noise(
+            private, batch_size(private), steps, epsilon, DELTA, accountant
+        )
         * batch_size(count) / batch_size(private),
         average_from=steps // 2 if average else None,
         **{"momentum": 0.9} | changes,
@@ -201,20 +194,10 @@ def train(rows, epsilon, values, seed, stands_for=None, average=True, accountant
     return model
 
 
-def accuracy(model, rows):
-    """In percent."""
-    x, y = rows
-    return 100 * float(np.mean(model.predict(x, batch_size=1000, verbose=0).argmax(1) == y))
-
-
 def settings(trials):
     """What is tried."""
     drawn = dp.tuning.candidate("linear", "DPSGD", space=SPACE).draw(trials)
     return [values | {"steps": int(values["steps"])} for values in drawn]
-
-
-def at(rows, places):
-    return tuple(values[places] for values in rows)
 
 
 def main():
@@ -231,20 +214,19 @@ def main():
     public, private = records.public_and_private(len(every[1]), PUBLIC)
 
     def trial(epsilon, values, fold):
-        is_left_out = np.arange(PUBLIC) % FOLDS == fold
-        rows, left_out = at(every, public[~is_left_out]), at(every, public[is_left_out])
-        return accuracy(train(rows, epsilon, values, fold, len(private)), left_out)
+        rows, left_out = records.fold_of(records.at(every, public), fold, FOLDS)
+        return records.accuracy(train(rows, epsilon, values, fold, len(private)), left_out)
 
     def trial_by_test(epsilon, values, fold):
-        return accuracy(train(every, epsilon, values, fold), test)
+        return records.accuracy(train(every, epsilon, values, fold), test)
 
     def run(values, method, epsilon, seed):
         changes = dict(ABLATIONS.get(method, {}))
         rows, judged = load(changes.pop("features", "all"))
-        rows = rows if method == records.BY_TEST else at(rows, private)
+        rows = rows if method == records.BY_TEST else records.at(rows, private)
         model = train(rows, epsilon, values[epsilon], seed, **changes)
         spent = model.ledger.epsilon(DELTA)
-        return values[epsilon] | {"spent": spent, "score": accuracy(model, judged)}
+        return values[epsilon] | {"spent": spent, "score": records.accuracy(model, judged)}
 
     def completed(values, methods, epsilons):
         keys = itertools.product(methods, epsilons, range(options.seeds))
@@ -268,7 +250,7 @@ def main():
     (options.output / "fashion.md").write_text(text, encoding="utf-8")
     print(text)
     last = options.epsilons[-1]
-    serve(train(at(every, private), last, chosen[last], 0), options.output / "served")
+    serve(train(records.at(every, private), last, chosen[last], 0), options.output / "served")
 
 
 def ablation(rows):
@@ -287,8 +269,8 @@ def ablation(rows):
 
 
 def serve(model, path):
-    """Exports the classifier with its features, and asks it for a picture's kind."""
-    whole = keras.Sequential([features(), *model.layers[1:]])
+    """Exports the classifier with its features."""
+    whole = keras.Sequential([features("all"), *model.layers[1:]])
     whole.export(path, verbose=False)
     print(f"The exported model in {path} takes pictures.")
 

@@ -159,14 +159,6 @@ def batch_size(rows):
     return round(RATE * rows)
 
 
-@functools.cache
-def noise(rows, steps, epsilon):
-    """The noise multiplier of a private training on so many rows."""
-    optimizer = dp.optimizers.DPSGD(1.0, clip_norm=1.0, batch_size=batch_size(rows))
-    sampling = dp.accounting.Sampling.poisson(rows, batch_size(rows))
-    return dp.accounting.calibrate(optimizer, sampling, steps, epsilon, DELTA)
-
-
 def train(method, weights, rows, epsilon, values, seed, stands_for=None):
     """A private classifier.
 
@@ -190,23 +182,15 @@ def train(method, weights, rows, epsilon, values, seed, stands_for=None):
         second_moment=dp.optimizers.moments.BiasCorrected(floor=1.0),
         clip_norm=1.0,
         batch_size=size,
-        noise_multiplier=noise(private, STEPS, epsilon) * size / batch_size(private),
+        noise_multiplier=records.noise(private, batch_size(private), STEPS, epsilon, DELTA)
+        * size
+        / batch_size(private),
         average_from=STEPS // 2,
     )
     model = classifier(method, weights)
     model.compile(optimizer, LOSS, physical_batch_size=512)
     model.fit(dp.data.poisson_batches(rows, size, STEPS, unit="picture"), verbose=0)
     return model
-
-
-def accuracy(model, rows):
-    """In percent."""
-    x, y = rows
-    return 100 * float(np.mean(model.predict(x, batch_size=1000, verbose=0).argmax(1) == y))
-
-
-def at(rows, places):
-    return tuple(values[places] for values in rows)
 
 
 def main():
@@ -221,17 +205,16 @@ def main():
         options.epsilons, options.seeds, options.trials = [3.0], 2, 2
         options.output /= "quick"
     every, test = fashion()
-    public, private = (at(every, rows) for rows in
+    public, private = (records.at(every, rows) for rows in
                        records.public_and_private(len(every[1]), PUBLIC))  # fmt: skip
     if options.quick:
-        private = at(private, slice(10_000))
+        private = records.at(private, slice(10_000))
     settings = dp.tuning.candidate("ViT", "DPAdam", space=SPACE).draw(options.trials)
 
     def trial(method, epsilon, values, fold):
-        is_left_out = np.arange(PUBLIC) % FOLDS == fold
-        model = train(method, weights, at(public, ~is_left_out), epsilon, values, fold,
-                      stands_for=len(private[1]))  # fmt: skip
-        return accuracy(model, at(public, is_left_out))
+        rows, left_out = records.fold_of(public, fold, FOLDS)
+        model = train(method, weights, rows, epsilon, values, fold, stands_for=len(private[1]))
+        return records.accuracy(model, left_out)
 
     chosen = {
         method: records.chosen(
@@ -246,7 +229,7 @@ def main():
         model = train(method, weights, private, epsilon, values, seed)
         trained = sum(int(np.prod(variable.shape)) for variable in model.trainable_weights)
         spent = model.ledger.epsilon(DELTA)
-        return values | {"trained": trained, "spent": spent, "score": accuracy(model, test)}
+        return values | {"trained": trained, "spent": spent, "score": records.accuracy(model, test)}
 
     rows = results.completed(
         options.output / "results.csv", ("method", "epsilon", "seed"),

@@ -109,27 +109,25 @@ def network(counts, rank, users=True):
     return dp.DPModel(ids, keras.layers.Rescaling(1.0, offset=offset)(stars))
 
 
-def momentum(values, batch_size, steps):
-    return dp.optimizers.DPSGD(
+def planned(optimizer, values, batch_size, steps, **own):
+    """With planned noise, and the average of the last quarter of the weights."""
+    return optimizer(
         values["learning_rate"],
-        momentum=0.9,
         clip_norm=values["clip_norm"],
         noise=dp.noise.Planned(horizon=steps / 8),
         batch_size=batch_size,
         average_from=steps * 3 // 4,
+        **own,
     )
 
 
-def adam(values, batch_size, steps):
-    return dp.optimizers.DPAdam(
-        values["learning_rate"],
-        beta_2=0.99,
-        second_moment=dp.optimizers.moments.BiasCorrected(floor=1.0),
-        clip_norm=values["clip_norm"],
-        noise=dp.noise.Planned(horizon=steps / 8),
-        batch_size=batch_size,
-        average_from=steps * 3 // 4,
-    )
+def momentum(*run):
+    return planned(dp.optimizers.DPSGD, *run, momentum=0.9)
+
+
+def adam(*run):
+    second_moment = dp.optimizers.moments.BiasCorrected(floor=1.0)
+    return planned(dp.optimizers.DPAdam, *run, beta_2=0.99, second_moment=second_moment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,12 +196,15 @@ def fit(model, optimizer, batches, epsilon, delta):
     model.fit(batches, verbose=0)
 
 
+def pulled_means(ids, values, highest, penalty):
+    """What the values of each id are on average, pulled to 0: from its own alone."""
+    sums, counts = (np.bincount(ids, weights, highest + 1) for weights in (values, None))
+    return sums / (counts + penalty)
+
+
 def own_bias(ratings, residuals, persons, shrink):
     """What each person's residuals are on average, pulled to 0: from their own ratings alone."""
-    sums, counts = (
-        np.bincount(ratings.user, weights, persons + 1) for weights in (residuals, None)
-    )
-    return np.float32(sums / (counts + shrink))
+    return np.float32(pulled_means(ratings.user, residuals, persons, shrink))
 
 
 def of_users(method, train, test, counts, epsilon, values, seed):
@@ -242,10 +243,7 @@ def ridge(train, counts, penalty=5.0, sweeps=10):
         for name, other in (("user", "item"), ("item", "user")):
             ids = getattr(train, name)
             left = train.stars - MIDDLE - biases[other][getattr(train, other)]
-            sums, numbers = (
-                np.bincount(ids, weights, len(biases[name])) for weights in (left, None)
-            )
-            biases[name] = sums / (numbers + penalty)
+            biases[name] = pulled_means(ids, left, len(biases[name]) - 1, penalty)
     return biases["user"], biases["item"]
 
 
@@ -366,11 +364,7 @@ def picture(found, references, path):
     for row in references:
         known.setdefault(row["method"], []).append(float(row["score"]))
     for level, title, panel in zip(levels, titles, panels, strict=True):
-        ours = records.summary(found.get(level, []))
-        for method in dict.fromkeys(method for method, _ in ours):
-            epsilon, mean, error = np.transpose(
-                sorted((e, *ours[m, e][:2]) for m, e in ours if m == method)
-            )
+        for method, epsilon, mean, error in records.curves(found.get(level, [])):
             color = colors.setdefault(method, f"C{len(colors)}")
             panel.errorbar(
                 epsilon, mean, 2 * error, marker="o", markersize=3, label=method, color=color
@@ -383,12 +377,9 @@ def picture(found, references, path):
         panel.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    published = [row for row in records.published("ratings") if row["epsilon"] != "inf"]
-    for method in dict.fromkeys(row["method"] for row in published):
-        points = [(float(row["epsilon"]), float(row["score"])) for row in published
-                  if row["method"] == method]  # fmt: skip
+    for method, epsilon, score in records.published_curves("ratings"):
         color = colors.setdefault(method, f"C{len(colors)}")
-        panels[0].plot(*np.transpose(points), marker="x", linestyle=":", label=method, color=color)
+        panels[0].plot(epsilon, score, marker="x", linestyle=":", label=method, color=color)
     panels[1].set_ylim(top=1.3)
     lines = {
         label: line

@@ -12,15 +12,19 @@ private, and the test set chooses.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
 
+import keras
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+
+import dp_keras_opt as dp
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import results
@@ -51,6 +55,34 @@ def public_and_private(count, public):
     """Places of the public examples, and of the private ones."""
     order = np.random.default_rng(0).permutation(count)
     return order[:public], order[public:]
+
+
+def at(rows, places):
+    """The rows at these places, of each array."""
+    return keras.tree.map_structure(lambda values: values[places], rows)
+
+
+def fold_of(rows, fold, folds):
+    """All but one of the folds, and that one."""
+    count = len(keras.tree.flatten(rows)[0])
+    is_left_out = np.arange(count) % folds == fold
+    return at(rows, ~is_left_out), at(rows, is_left_out)
+
+
+@functools.cache
+def noise(rows, batch_size, steps, epsilon, delta, accountant="auto"):
+    """The noise multiplier of a private training with independent noise and Poisson batches."""
+    optimizer = dp.optimizers.DPSGD(1.0, clip_norm=1.0, batch_size=batch_size)
+    sampling = dp.accounting.Sampling.poisson(rows, batch_size)
+    return dp.accounting.calibrate(
+        optimizer, sampling, steps, epsilon, delta, accountant=accountant
+    )
+
+
+def accuracy(model, rows):
+    """In percent."""
+    x, y = rows
+    return 100 * float(np.mean(model.predict(x, batch_size=1000, verbose=0).argmax(1) == y))
 
 
 def chosen(path, run, epsilons, settings, folds, better=max):
@@ -100,6 +132,26 @@ def summary(rows):
     }
 
 
+def curves(rows):
+    """(method, budgets, means, their standard errors) of each method."""
+    found = summary(rows)
+    for method in dict.fromkeys(method for method, _ in found):
+        points = sorted((epsilon, *found[name, epsilon]) for name, epsilon in found
+                        if name == method)  # fmt: skip
+        yield method, *np.transpose(points)[:3]
+
+
+def published_curves(benchmark):
+    """(method, budgets, scores) of each private method that others report."""
+    found = {}
+    for row in published(benchmark):
+        if row["epsilon"] != "inf":
+            point = float(row["epsilon"]), float(row["score"])
+            found.setdefault(row["method"], []).append(point)
+    for method, points in found.items():
+        yield method, *np.transpose(sorted(points))
+
+
 def table(rows, digits=1):
     """What was run: a row a method, a column an ε, means with their standard errors."""
     ours = summary(rows)
@@ -137,19 +189,10 @@ def _markdown(lines):
 def picture(rows, benchmark, what, path, title):
     """The score against ε, with error bars of two standard errors, beside what is published."""
     figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
-    ours = summary(rows)
-    for method in dict.fromkeys(method for method, _ in ours):
-        found = sorted((epsilon, *ours[name, epsilon]) for name, epsilon in ours if name == method)
-        epsilon, mean, error, _ = np.transpose(found)
+    for method, epsilon, mean, error in curves(rows):
         axes.errorbar(epsilon, mean, 2 * error, marker="o", markersize=4, capsize=2, label=method)
-    theirs = {}
-    for row in published(benchmark):
-        if row["epsilon"] != "inf":
-            theirs.setdefault(row["method"], []).append(
-                (float(row["epsilon"]), float(row["score"]))
-            )
-    for method, points in theirs.items():
-        axes.plot(*np.transpose(sorted(points)), marker="x", linestyle=":", label=method)
+    for method, epsilon, score in published_curves(benchmark):
+        axes.plot(epsilon, score, marker="x", linestyle=":", label=method)
     axes.set_xscale("log")
     axes.set_xticks([0.5, 1, 2, 3, 4, 8], labels=["0.5", "1", "2", "3", "4", "8"])
     axes.set_xlim(0.45, 9)

@@ -18,7 +18,6 @@ Writes results.csv (all runs), trials-*.csv, tables.md and records_tables.png.
 """
 
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -203,36 +202,17 @@ def parts(table):
         every = encodings(*loaded, table)
         order = np.random.default_rng(1).permutation(len(every["y"]))
         cut = len(order) // 5
-        train, test = at(every, order[cut:]), at(every, order[:cut])
+        train, test = records.at(every, order[cut:]), records.at(every, order[:cut])
     else:
         train, test = (encodings(*part, table) for part in loaded)
     count = len(train["y"])
     public, private = records.public_and_private(count, min(count // 10, 5_000))
-    return at(train, public), at(train, private), test
-
-
-def at(rows, places):
-    return {name: values[places] for name, values in rows.items()}
-
-
-def fold_of(rows, fold):
-    """All but one of the folds, and that one."""
-    is_left_out = np.arange(len(rows["y"])) % FOLDS == fold
-    return at(rows, ~is_left_out), at(rows, is_left_out)
+    return records.at(train, public), records.at(train, private), test
 
 
 def scores(logits, y):
     """In percent."""
     return {"score": 100 * roc_auc_score(y, logits), "accuracy": 100 * np.mean((logits > 0) == y)}
-
-
-@functools.cache
-def noise(rows, epsilon, delta):
-    """The noise multiplier of the private training."""
-    size = int(RATE * rows)
-    optimizer = dp.optimizers.DPSGD(1.0, clip_norm=1.0, batch_size=size)
-    sampling = dp.accounting.Sampling.poisson(rows, size)
-    return dp.accounting.calibrate(optimizer, sampling, STEPS, epsilon, delta)
 
 
 def ours(table, train, test, epsilon, values, seed, rows):
@@ -255,7 +235,9 @@ def ours(table, train, test, epsilon, values, seed, rows):
         **values,
         beta_2=0.99,
         second_moment=dp.optimizers.moments.BiasCorrected(floor=1.0),
-        noise_multiplier=noise(rows, epsilon, delta) * size / int(RATE * rows),
+        noise_multiplier=records.noise(rows, int(RATE * rows), STEPS, epsilon, delta)
+        * size
+        / int(RATE * rows),
         batch_size=size,
         average_from=STEPS // 2,
     )
@@ -327,7 +309,8 @@ def runs_of(name, options):
     for method, train in PRIVATE.items():
 
         def trial(epsilon, values, fold, train=train):
-            return train(table, *fold_of(public, fold), epsilon, values, fold, rows)["score"]
+            of_fold = records.fold_of(public, fold, FOLDS)
+            return train(table, *of_fold, epsilon, values, fold, rows)["score"]
 
         path = options.output / f"trials-{name}-{method.split()[0]}.csv"
         settings = settings_of(method, options.trials)
@@ -365,17 +348,18 @@ def picture(rows, path):
     """A panel a table: the area under the curve against ε, beside boosting without privacy."""
     figure, axes = plt.subplots(2, 2, figsize=(8, 6), layout="constrained")
     for panel, name in zip(axes.flat, dict.fromkeys(row["table"] for row in rows), strict=False):
-        found = records.summary([row for row in rows if row["table"] == name])
-        for method in PRIVATE:
-            epsilon, mean, error = np.transpose(
-                sorted((e, *found[m, e][:2]) for m, e in found if m == method)
-            )
-            panel.errorbar(epsilon, mean, 2 * error, marker="o", markersize=4, label=method)
-        for method, style in zip(NOT_PRIVATE, ("--", ":"), strict=True):
-            panel.axhline(found[method, np.inf][0], color="gray", linestyle=style, label=method)
+        styles = iter(("--", ":"))
+        for method, epsilon, mean, error in records.curves(
+            [row for row in rows if row["table"] == name]
+        ):
+            if method in PRIVATE:
+                panel.errorbar(epsilon, mean, 2 * error, marker="o", markersize=4, label=method)
+                left = min(epsilon)
+            else:
+                panel.axhline(mean[0], color="gray", linestyle=next(styles), label=method)
         panel.set_xscale("log")
         panel.set_xticks([0.1, 0.5, 1, 3, 8], labels=["0.1", "0.5", "1", "3", "8"])
-        panel.set_xlim(0.4 if min(epsilon) > 0.4 else 0.08, 10)
+        panel.set_xlim(0.4 if left > 0.4 else 0.08, 10)
         panel.minorticks_off()
         panel.set_title(name)
         panel.set_xlabel("ε")

@@ -210,8 +210,7 @@ def main():
     every = np.concatenate([parts["public"], parts["private"]])
 
     def trial(epsilon, values, fold):
-        left_out = np.arange(len(parts["public"])) % FOLDS == fold
-        train, test = parts["public"][~left_out], parts["public"][left_out]
+        train, test = records.fold_of(parts["public"], fold, FOLDS)
         return trained(data, train, test, epsilon, values, fold, len(parts["private"]))["score"]
 
     def on_test(epsilon, values, fold):

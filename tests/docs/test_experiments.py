@@ -1,26 +1,18 @@
 """Pages that show experiments say what the results beside them say, and the commands run."""
 
-import csv
 import dataclasses
-import importlib
-import pathlib
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers.examples import ROOT, imported, rows_of
+
 DOCS = ROOT / "docs"
-
-
-def rows_of(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture
 def script(monkeypatch, request):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module(request.param)
+    return imported(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize(

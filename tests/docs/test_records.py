@@ -1,54 +1,37 @@
 """The page of records: its tables are those of the runs, and Fashion-MNIST's script goes on."""
 
-import csv
-import importlib
-import pathlib
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reference" / "records.md"
-RUNS = PAGE.with_suffix("")
-
-
-def rows_of(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+from tests.helpers.examples import RECORDS, clothes, imported, page_of_records, rows_of
 
 
 @pytest.fixture
 def script(request, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(ROOT / "examples" / "records")
-    return importlib.import_module(request.param)
-
-
-def made_up(count, seed):
-    """Pictures of two kinds, to tell by their height."""
-    y = np.random.default_rng(seed).integers(0, 2, count)
-    x = np.random.default_rng(seed + 1).uniform(0, 0.2, (count, 28, 28, 1))
-    x[y == 1, :14] += 0.7
-    return np.float32(x), np.int32(y)
+    return imported(request.param, monkeypatch)
 
 
 @pytest.fixture
 def small(script, monkeypatch):
     """The script with little of everything."""
-    monkeypatch.setattr(script, "fashion", lambda: (made_up(400, 0), made_up(100, 2)))
+    monkeypatch.setattr(script, "fashion", lambda: (clothes(400, 0), clothes(100, 2)))
     for name, value in {"FILTERS": 8, "DRAWN": 60, "FEATURES": 40, "PUBLIC": 60}.items():
         monkeypatch.setattr(script, name, value)
     monkeypatch.setattr(script, "ABLATIONS", {"without momentum": {"momentum": 0.0}})
-    script.pictures_as_features.cache_clear()
+    caches = script.features, script.pictures_as_features
+    for cached in caches:
+        cached.cache_clear()
     yield script
-    script.pictures_as_features.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("script", ["fashion"], indirect=True)
 def test_features_have_length_1_and_do_not_tell_mirror_images_apart(small):
-    x, _ = made_up(5, 7)
-    model = small.features()
+    x, _ = clothes(5, 7)
+    model = small.features("all")
     found = model.predict(x, verbose=0)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
     mirrored = model.predict(x[:, :, ::-1], verbose=0)
@@ -74,7 +57,7 @@ def test_a_trial_on_public_rows_has_the_noise_of_the_private_run(script, monkeyp
     rows = np.eye(8, dtype=np.float32)[np.arange(200) % 8], np.int32(np.arange(200) % 8)
     values = {"learning_rate": 4.0, "clip_norm": 0.05, "steps": 2}
     of_trial = script.train(rows, 2.7, values, 0, stands_for=5000).optimizer
-    sigma = script.noise(5000, 2, 2.7, "auto")
+    sigma = script.records.noise(5000, 350, 2, 2.7, script.DELTA)
     assert of_trial.noise_multiplier / 14 == pytest.approx(sigma / 350)
     private = script.train(rows, 2.7, values, 0)
     assert private.ledger.epsilon(script.DELTA) == pytest.approx(2.7, abs=0.02)
@@ -100,7 +83,7 @@ def test_runs_go_on_and_write_their_files(small, tmp_path, monkeypatch):
     import tensorflow as tf
 
     served = tf.saved_model.load(tmp_path / "served")
-    assert served.serve(made_up(3, 5)[0]).shape == (3, 10)
+    assert served.serve(clothes(3, 5)[0]).shape == (3, 10)
 
 
 @pytest.mark.parametrize("script", ["results"], indirect=True)
@@ -138,8 +121,8 @@ def test_published_figures_say_where_they_are_from(script):
 
 @pytest.mark.parametrize("script", ["fashion"], indirect=True)
 def test_the_tables_of_the_page_are_those_of_the_runs(script):
-    text = PAGE.read_text(encoding="utf-8")
-    rows = rows_of(RUNS / "fashion.csv")
+    text = page_of_records()
+    rows = rows_of(RECORDS / "fashion.csv")
     ours = [row for row in rows if row["method"] not in script.ABLATIONS]
     assert f"<!-- fashion -->\n\n{script.records.table(ours, 2)}\n" in text
     assert f"<!-- fashion ablation -->\n\n{script.ablation(rows)}\n" in text

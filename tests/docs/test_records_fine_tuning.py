@@ -1,14 +1,12 @@
 """The record of fine-tuning: what is pre-trained on, what each way trains, and that runs go on."""
 
-import csv
-import importlib
-import pathlib
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers.examples import clothes, imported, rows_of
+
 LAYERS = {"attention_0", "expand_0", "back_0", "patches", "head"}  # with a kernel
 
 
@@ -16,9 +14,7 @@ LAYERS = {"attention_0", "expand_0", "back_0", "patches", "head"}  # with a kern
 def script(monkeypatch):
     """The script with little of everything."""
     pytest.importorskip("PIL")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(ROOT / "examples" / "records")
-    module = importlib.import_module("fine_tuning")
+    module = imported("fine_tuning", monkeypatch)
     small = {"WIDTH": 8, "BLOCKS": 1, "RANK": 1, "GLYPHS": 20, "EPOCHS": 2, "STEPS": 2}
     for name, value in small.items():
         monkeypatch.setattr(module, name, value)
@@ -30,19 +26,6 @@ def weights(script, tmp_path):
     path = tmp_path / "glyphs.weights.h5"
     script.transformer().save_weights(path)
     return path
-
-
-def made_up(count, seed):
-    """Pictures of two kinds, to tell by their height."""
-    y = np.random.default_rng(seed).integers(0, 2, count)
-    x = np.random.default_rng(seed + 1).uniform(0, 0.2, (count, 28, 28, 1))
-    x[y == 1, :14] += 0.7
-    return np.float32(x), np.int32(y)
-
-
-def rows_of(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def trainable(model):
@@ -91,7 +74,7 @@ def test_what_each_way_trains(script, weights):
     assert kernels == {"head/kernel"}
     of_lora = [path for path in names if "lora" in path]
     assert len(of_lora) == 2 * 7  # patches, four of the attention, two dense
-    x, _ = made_up(3, 0)  # a change that is zero
+    x, _ = clothes(3, 0)  # a change that is zero
     np.testing.assert_allclose(lora.predict(x, verbose=0), full.predict(x, verbose=0), atol=1e-6)
 
 
@@ -99,7 +82,7 @@ def test_what_each_way_trains(script, weights):
 def test_what_is_frozen_stays_and_all_else_moves(script, weights, way):
     method = script.METHODS[way]
     begun = values_of(script.classifier(method, weights))
-    rows = made_up(60, 3)
+    rows = clothes(60, 3)
     model = script.train(method, weights, rows, 8.0, {"learning_rate": 0.01}, 0)
     trained = set(trainable(model))
     for path, value in values_of(model).items():
@@ -111,12 +94,13 @@ def test_what_is_frozen_stays_and_all_else_moves(script, weights, way):
 def test_a_trial_on_public_rows_has_the_noise_of_the_private_run(script, weights):
     """Std of the noise in the mean gradient, in units of the clip norm: σ/B."""
     values = {"learning_rate": 0.01}
-    model = script.train(script.HEAD, weights, made_up(200, 0), 3.0, values, 0, stands_for=4000)
-    assert model.optimizer.noise_multiplier / 15 == pytest.approx(script.noise(4000, 2, 3.0) / 300)
+    model = script.train(script.HEAD, weights, clothes(200, 0), 3.0, values, 0, stands_for=4000)
+    sigma = script.records.noise(4000, 300, 2, 3.0, script.DELTA)
+    assert model.optimizer.noise_multiplier / 15 == pytest.approx(sigma / 300)
 
 
 def test_a_quick_run_goes_on_and_writes_its_files(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "fashion", lambda: (made_up(200, 0), made_up(50, 2)))
+    monkeypatch.setattr(script, "fashion", lambda: (clothes(200, 0), clothes(50, 2)))
     monkeypatch.setattr(script, "PUBLIC", 60)
     options = ["--quick", "--output", str(tmp_path), "--methods", script.HEAD]
     monkeypatch.setattr(sys, "argv", ["fine_tuning.py", *options])

@@ -1,27 +1,16 @@
 """The record of ratings: what is read, what a person computes alone, and that the runs go on."""
 
-import csv
-import importlib
-import pathlib
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-RECORDS = ROOT / "docs" / "reference" / "records"
+from tests.helpers.examples import RECORDS, imported, page_of_records, rows_of
 
 
 @pytest.fixture
 def ratings(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(ROOT / "examples" / "records")
-    return importlib.import_module("ratings")
-
-
-def rows_of(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return imported("ratings", monkeypatch)
 
 
 def made_up(module, persons=60, films=40, count=3_000):
@@ -90,13 +79,6 @@ def test_a_quick_run_goes_on_and_writes_its_files(ratings, tmp_path, monkeypatch
     assert (output / "results-users.csv").read_bytes() == first
 
 
-def page():
-    for path in (RECORDS.parent / "records.md", RECORDS.parent / "records_ratings.md.part"):
-        if path.exists() and "<!-- ratings -->" in (found := path.read_text(encoding="utf-8")):
-            return found
-    return ""
-
-
 def test_the_tables_of_the_page_are_those_of_the_results(ratings):
     tables = {
         "ratings": ratings.page("ratings", rows_of(RECORDS / "ratings-results.csv")),
@@ -105,4 +87,4 @@ def test_the_tables_of_the_page_are_those_of_the_results(ratings):
         "ratings published": ratings.records.published_table("ratings"),
     }
     for name, table in tables.items():
-        assert f"<!-- {name} -->\n\n{table}" in page(), name
+        assert f"<!-- {name} -->\n\n{table}" in page_of_records(), name

@@ -1,34 +1,22 @@
 """The tables of the records: how they are read and encoded, and that the runs go on."""
 
-import csv
-import importlib
-import pathlib
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-RECORDS = ROOT / "docs" / "reference" / "records"
+from tests.helpers.examples import RECORDS, imported, page_of_records, rows_of
 
 
 @pytest.fixture
 def tables(monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(ROOT / "examples" / "records")
-    return importlib.import_module("tables")
+    return imported("tables", monkeypatch)
 
 
 @pytest.fixture
 def data(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("example_data")
-
-
-def rows_of(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return imported("example_data", monkeypatch)
 
 
 def test_adult_is_read_with_what_is_missing(data, tmp_path):
@@ -127,13 +115,7 @@ def test_the_parts_do_not_overlap(tables):
     assert len({*public, *private, *test}) == 1000
 
 
-def page():
-    """The page of records, or the section of it."""
-    texts = [path.read_text(encoding="utf-8") for path in RECORDS.parent.glob("records*.md*")]
-    return "\n".join(texts)
-
-
 @pytest.mark.parametrize("name", ["adult", "tv16", "fertility", "health"])
 def test_the_tables_of_the_page_are_those_of_the_results(tables, name):
     expected = tables.text(name, rows_of(RECORDS / f"tables-{name}.csv"))
-    assert f"<!-- tables {name} -->\n\n{expected}" in page()
+    assert f"<!-- tables {name} -->\n\n{expected}" in page_of_records()

@@ -1,34 +1,22 @@
 """The record of text: how definitions are read and weighed, and that the runs go on."""
 
-import csv
-import importlib
-import pathlib
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-RECORDS = ROOT / "docs" / "reference" / "records"
+from tests.helpers.examples import RECORDS, imported, page_of_records, rows_of
 
 
 @pytest.fixture
 def data(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("example_data")
+    return imported("example_data", monkeypatch)
 
 
 @pytest.fixture
 def text(monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(ROOT / "examples" / "records")
-    return importlib.import_module("text")
-
-
-def rows_of(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return imported("text", monkeypatch)
 
 
 def write_nouns(path, count=2_000):
@@ -111,13 +99,6 @@ def test_the_parts_do_not_overlap(text, tmp_path):
     assert len(set(np.concatenate(list(parts.values())))) == 2_000
 
 
-def page():
-    for path in (RECORDS.parent / "records.md", RECORDS.parent / "records_text.md.part"):
-        if path.exists() and "<!-- text -->" in (found := path.read_text(encoding="utf-8")):
-            return found
-    return ""
-
-
 def test_the_tables_of_the_page_are_those_of_the_results(text):
     tables = {
         "text": text.records.table(rows_of(RECORDS / "text-results.csv")),
@@ -125,4 +106,4 @@ def test_the_tables_of_the_page_are_those_of_the_results(text):
         "text published": text.records.published_table("text, other data"),
     }
     for name, table in tables.items():
-        assert f"<!-- {name} -->\n\n{table}" in page(), name
+        assert f"<!-- {name} -->\n\n{table}" in page_of_records(), name
