@@ -49,12 +49,24 @@ class Candidate:
             whose noise multiplier is not set.
         space: (low, high) for each value, drawn uniformly in the logarithm.
         groups: groups of cyclic Poisson sampling, for correlated noise; 1 is Poisson sampling.
+        balls_in_bins: whether batches are those of `data.balls_in_bins`, whole epochs, instead.
+
+    Raises:
+        ValueError: batches are to be both.
     """
 
     name: str
     make: Callable[..., optimizers.PrivateOptimizer]
     space: Mapping[str, tuple[float, float]]
     groups: int = 1
+    balls_in_bins: bool = False
+
+    def __post_init__(self):
+        if self.balls_in_bins and self.groups > 1:
+            raise ValueError(
+                f"{self.name}: batches are balls in bins, or sampled from {self.groups} groups "
+                "that take turns; give one of the two."
+            )
 
     def draw(self, trials: int, seed: int = 0) -> list[dict[str, float]]:
         """So many settings, spread evenly over the space (a scrambled Halton sequence).
@@ -93,6 +105,7 @@ def candidate(
     *,
     space: Mapping[str, tuple[float, float]],
     groups: int = 1,
+    balls_in_bins: bool = False,
     per_norm: bool = False,
     decay: bool = False,
     **arguments: Any,
@@ -106,7 +119,7 @@ def candidate(
             steps, and `clip_share` stands for the clip norm in the optimizer's own geometry
             (`adaptive_clip_norm` of DP²): share / `RunInfo.noise`, with which the noise in a scaled
             coordinate is `clip_share`. Without either, the clip norm is that of the run.
-        groups: as in `Candidate`.
+        groups, balls_in_bins: as in `Candidate`.
         per_norm: whether the learning rates in `space` are for gradients in units of the clip norm.
             So it makes sense for rules that do not scale gradients themselves: the best learning
             rate is then nearly the same for every clip norm that binds.
@@ -146,7 +159,7 @@ def candidate(
             every |= {"smoothness": smoothness, "strong_convexity": 0.1 * smoothness}
         return optimizer(batch_size=plan.batch_size, **every)
 
-    return Candidate(name, make, space, groups)
+    return Candidate(name, make, space, groups, balls_in_bins)
 
 
 _SHARE = (0.1, 0.9)  # beyond 1, v̂ of scale-then-privatize would grow without end
@@ -165,6 +178,15 @@ def _noise_floor(units):
 
 def _bands(plan):
     return noise.BandedMatrix(plan.steps, min(_BANDS, plan.steps))
+
+
+def _planned(plan):
+    """For a training that forgets: see the page on correlated noise."""
+    return noise.Planned(horizon=plan.steps / 8)
+
+
+def _second_half(plan):
+    return plan.steps // 2
 
 
 def _ending(plan):
@@ -199,6 +221,9 @@ _INDEPENDENT: dict[str, Any] = {
 }
 _FILTER: dict[str, Any] = {"gradient_filter": "first_order_v1"}
 _BANDED: dict[str, Any] = {"noise": _bands, "groups": _BANDS}
+_PLANNED: dict[str, Any] = {"noise": _planned, "groups": _BANDS}
+_AVERAGE: dict[str, Any] = {"average_from": _second_half}
+_BALLS_IN_BINS: dict[str, Any] = {"balls_in_bins": True}
 _FALLING: dict[str, Any] = {"noise_schedule": _ending}
 _DECAY: dict[str, Any] = {"decay": True}
 
@@ -215,6 +240,13 @@ _COMPOSITIONS: dict[str, tuple[Any, ...]] = {
     "DPSGD, momentum, falling noise": ("DPSGD", _MOMENTUM, _FALLING),
     "DPSGD, momentum, decaying rate": ("DPSGD", _MOMENTUM, _DECAY),
     "DPSGD, momentum, banded noise, decaying rate": ("DPSGD", _MOMENTUM, _BANDED, _DECAY),
+    "DPSGD, momentum, average": ("DPSGD", _MOMENTUM, _AVERAGE),
+    "DPSGD, momentum, balls in bins": ("DPSGD", _MOMENTUM, _BALLS_IN_BINS),
+    "DPSGD, momentum, planned noise": ("DPSGD", _MOMENTUM, _PLANNED),
+    "DPSGD, momentum, planned noise, average": ("DPSGD", _MOMENTUM, _PLANNED, _AVERAGE),
+    "DPNesterov, planned noise": ("DPNesterov", _PLANNED),
+    "DPAdam, bias-corrected, planned noise": ("DPAdam", _BIAS_CORRECTED, _PLANNED),
+    "DPAdam, scale-then-privatize, planned noise": ("DPAdam", _SCALE_FIRST, _PLANNED),
     "DPNesterov, banded noise": ("DPNesterov", _BANDED),
     "DPYogi, banded noise": ("DPYogi", _BANDED),
     "DPGaLore, banded noise": ("DPGaLore", _BANDED),

@@ -67,13 +67,18 @@ class Task:
             "unit": self.unit,
         }
         size, steps = self.batch_size, self.steps_of(candidate)
+        if candidate.balls_in_bins:
+            return data.balls_in_bins(self.train, size, **common)
         if candidate.groups == 1:
             return data.poisson_batches(self.train, size, steps, **common)
         return data.cyclic_poisson(self.train, size, candidate.groups, steps, **common)
 
     def steps_of(self, candidate: Candidate) -> int:
-        """How many steps a run takes: whole rounds of the groups."""
-        return max(self.steps // candidate.groups, 1) * candidate.groups
+        """How many steps a run takes: whole rounds of the groups, or whole epochs."""
+        unit = candidate.groups
+        if candidate.balls_in_bins:
+            unit = -(-len(keras.tree.flatten(self.train[1])[0]) // self.batch_size)
+        return max(self.steps // unit, 1) * unit
 
 
 def optimizer_for(task, candidate, values, sampling, epsilon, delta, **budget):
@@ -137,7 +142,7 @@ def train(task, candidate, values, epsilon, delta, seed=0, ledger=None, verbose=
         metric = type(metric).from_config(metric.get_config())
     metrics = [] if metric is None else [metric]
     model.compile(optimizer=optimizer, loss=task.loss, metrics=metrics)
-    model.fit(batches, verbose=verbose)
+    model.fit(batches, epochs=task.steps_of(candidate) // len(batches), verbose=verbose)
     return model
 
 

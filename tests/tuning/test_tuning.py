@@ -114,7 +114,7 @@ def test_the_page_states_the_ranges():
 def test_every_candidate_trains_within_its_budget(name, task):
     candidate = dp.tuning.CANDIDATES[name]
     model = runs.train(task, candidate, candidate.middle(), 3.0, DELTA)
-    assert model.ledger.steps == 16
+    assert model.ledger.steps == (10 if candidate.balls_in_bins else 16)
     assert 2.5 < model.ledger.epsilon(DELTA) <= 3.0
     assert np.isfinite(runs.score(task, model, task.test)) or name == "SubspaceAdagrad"
 
@@ -135,6 +135,18 @@ def test_cyclic_runs_take_whole_rounds():
 
 
 # Comparisons.
+
+
+def test_balls_in_bins_take_whole_epochs(task):
+    candidate = dp.tuning.CANDIDATES["DPSGD, momentum, balls in bins"]
+    longer = dataclasses.replace(task, steps=39)  # an epoch has ten
+    model = runs.train(longer, candidate, candidate.middle(), 3.0, DELTA)
+    (segment,) = model.ledger.segments
+    assert segment.sampling.kind == "balls_in_bins" and model.ledger.steps == 30
+    sampling = dp.accounting.Sampling.balls_in_bins(400, 40)
+    plain = dp.optimizers.DPSGD(0.1, clip_norm=1.0, batch_size=40)
+    sigma = dp.accounting.calibrate(plain, sampling, 30, 3.0, DELTA)
+    assert model.optimizer.noise_multiplier == pytest.approx(sigma, rel=1e-3)
 
 
 def test_compare_resumes_and_reports(task, tmp_path, monkeypatch):
@@ -299,6 +311,8 @@ class _Model:
 
 
 def test_errors(task):
+    with pytest.raises(ValueError, match="balls in bins, or sampled from 4 groups"):
+        dp.tuning.candidate("x", "DPSGD", space={}, groups=4, balls_in_bins=True)
     with pytest.raises(ValueError, match="There is no candidate 'Adam'"):
         dp.tuning.compare(task, ["Adam"], verbose=0)
     with pytest.raises(ValueError, match="There is no candidate 'Adam'"):
