@@ -77,7 +77,8 @@ class Task:
         """How many steps a run takes: whole rounds of the groups, or whole epochs."""
         unit = candidate.groups
         if candidate.balls_in_bins:
-            unit = -(-len(keras.tree.flatten(self.train[1])[0]) // self.batch_size)
+            count = len(keras.tree.flatten(self.train)[0])
+            unit = accounting.Sampling.balls_in_bins(count, self.batch_size).steps_per_epoch
         return max(self.steps // unit, 1) * unit
 
 

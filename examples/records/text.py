@@ -199,7 +199,7 @@ def references_table(rows):
 
 def main():
     parser = records.options(__doc__, "text", EPSILONS)
-    parser.set_defaults(trials=24)  # eight for each value
+    parser.set_defaults(trials=8 * len(SPACE))
     parser.add_argument("--data", help="WordNet's data.noun")
     options = parser.parse_args()
     if options.quick:

@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import dataclasses
 import math
 import pathlib
 import re
@@ -10,6 +11,8 @@ import sys
 
 import numpy as np
 import pytest
+
+from tests.helpers.examples import imported
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how_to" / "choosing.md").read_text(encoding="utf-8")
@@ -55,3 +58,51 @@ def test_the_experiment_runs(tmp_path):
     subprocess.run(command, check=True, cwd=tmp_path)
     assert len(scores(tmp_path / "results-tabular-quick.csv")) == 2
     assert (tmp_path / "tabular.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def script(monkeypatch):
+    return imported("choosing", monkeypatch)
+
+
+def test_a_long_task_differs_in_its_steps_only(script):
+    short, long = script.EVERY["tabular"](), script.EVERY["tabular-long"]()
+    assert (short.steps, long.steps) == (200, 2_000)
+    assert long.batch_size == short.batch_size
+    np.testing.assert_array_equal(long.train[0], short.train[0])
+
+
+def made_up_nouns():
+    """Definitions of two topics, told apart by a word."""
+    topics = np.arange(24_400) % 2
+    return np.array(["a hot thing", "a cold thing"])[topics], np.int32(topics)
+
+
+def made_up_incomes(table, count):
+    """Whose income is high is told by the age."""
+    generator = np.random.default_rng(count)
+    columns = {
+        name: np.float32(generator.uniform(min(knots), max(knots), count))
+        for name, knots in table.numbers.items()
+    }
+    for name, values in table.categories.items():
+        columns[name] = generator.choice(values.split(", "), count)
+    return columns, np.int32(columns["age"] > 45)
+
+
+@pytest.mark.parametrize("name", ["definitions", "incomes"])
+def test_tasks_of_other_scripts_can_be_learned(script, name, monkeypatch):
+    import tables
+
+    adult = tables.TABLES["adult"]
+    rows = made_up_incomes(adult, 4_600), made_up_incomes(adult, 500)
+    monkeypatch.setitem(tables.TABLES, "adult", dataclasses.replace(adult, load=lambda: rows))
+    monkeypatch.setattr(script, "nouns", made_up_nouns)
+    task = script.EVERY[name]()
+    task = dataclasses.replace(task, steps=60, batch_size=200)
+    model = script.dp.tuning.runs.train(
+        task, script.dp.tuning.CANDIDATES["DPSGD, momentum"], {"learning_rate": 1.0}, 8.0, 1e-5
+    )
+    assert script.dp.tuning.runs.score(task, model, task.test) > 0.9
+    sizes = [len(part[1]) for part in (task.train, task.validation, task.test)]
+    assert sizes == {"definitions": [400, 8_000, 16_000], "incomes": [600, 4_000, 500]}[name]

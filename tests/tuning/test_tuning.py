@@ -134,9 +134,6 @@ def test_cyclic_runs_take_whole_rounds():
     assert model.ledger.segments[0].sampling.kind == "cyclic_poisson"
 
 
-# Comparisons.
-
-
 def test_balls_in_bins_take_whole_epochs(task):
     candidate = dp.tuning.CANDIDATES["DPSGD, momentum, balls in bins"]
     longer = dataclasses.replace(task, steps=39)  # an epoch has ten
@@ -147,6 +144,9 @@ def test_balls_in_bins_take_whole_epochs(task):
     plain = dp.optimizers.DPSGD(0.1, clip_norm=1.0, batch_size=40)
     sigma = dp.accounting.calibrate(plain, sampling, 30, 3.0, DELTA)
     assert model.optimizer.noise_multiplier == pytest.approx(sigma, rel=1e-3)
+
+
+# Comparisons.
 
 
 def test_compare_resumes_and_reports(task, tmp_path, monkeypatch):
