@@ -226,7 +226,7 @@ def own_metrics(layer: keras.layers.Layer) -> Sequence[keras.metrics.Metric]:
 
 def added_losses(layer: keras.layers.Layer) -> list[Any]:
     """The losses that the layer itself added in the last call of the model, by `add_loss`."""
-    return list(layer._losses)
+    return list(layer._get_own_losses())
 
 
 def seed_generators(layer: keras.layers.Layer) -> Sequence[keras.random.SeedGenerator]:

@@ -9,12 +9,16 @@ from dp_keras_opt.optimizers.filters import (
     get,
     optimal_weights,
 )
+from dp_keras_opt.optimizers.kalman import DiSK
+from dp_keras_opt.optimizers.sharpness import SharpnessAware
 
 __all__ = [
+    "DiSK",
     "Filter",
     "LowPass",
     "OptimalFIR",
     "PRESETS",
+    "SharpnessAware",
     "autocorrelation",
     "get",
     "optimal_weights",

@@ -194,6 +194,13 @@ REFERENCES: dict[str, Reference] = {
         2004,
         doi="10.1007/978-1-4419-8853-9",
     ),
+    "park2023": Reference(
+        ("Jinseong Park", "Hoki Kim", "Yujin Choi", "Jaewook Lee"),
+        "Differentially private sharpness-aware training",
+        "ICML 2023",
+        2023,
+        arxiv="2306.05651",
+    ),
     "polyak1964": Reference(
         ("Boris T. Polyak",),
         "Some methods of speeding up the convergence of iteration methods",
@@ -252,6 +259,20 @@ REFERENCES: dict[str, Reference] = {
         2024,
         arxiv="2408.13460",
         version="v1",
+    ),
+    "zhang2025": Reference(
+        (
+            "Xinwei Zhang",
+            "Zhiqi Bu",
+            "Borja Balle",
+            "Mingyi Hong",
+            "Meisam Razaviyayn",
+            "Vahab Mirrokni",
+        ),
+        "DiSK: differentially private optimizer with simplified Kalman filter for noise reduction",
+        "ICLR 2025",
+        2025,
+        arxiv="2410.03883",
     ),
     "zhao2024": Reference(
         (

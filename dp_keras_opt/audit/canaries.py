@@ -22,7 +22,7 @@ from dp_keras_opt.audit.bounds import (
 )
 from dp_keras_opt.audit.f_dp import gaussian_epsilon, gaussian_mu_bound
 from dp_keras_opt.clipping import Batch, clip_groups, losses_and_outputs
-from dp_keras_opt.clipping.book_keeping import per_example_gradients
+from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.clipped_sum import clip_factor, norms_by_group
 from dp_keras_opt.data import poisson_batches
 from dp_keras_opt.types import Accountant
@@ -127,10 +127,10 @@ def inclusion_estimates(
     """
     optimizer = model.optimizer
     engines = model.engines(canaries)
-    _, _, gradients = per_example_gradients(model, canaries, None, engines)
+    _, _, found = gradients_for(queries, model, canaries, None, engines)
     estimates, stds = [], []
     for part, answer in zip(optimizer.releases, released, strict=True):
-        query = queries[part.query]
+        query, gradients = queries[part.query], found[part.query]
         if part.is_public or query.square:
             continue
         groups = clip_groups(model, query)

@@ -13,6 +13,7 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from dp_keras_opt._keras import method_of_call, patched
@@ -23,6 +24,7 @@ from dp_keras_opt.clipping.graphs import current_graph
 from dp_keras_opt.clipping.layer_rules import rule_for
 from dp_keras_opt.clipping.objective import losses_and_outputs
 from dp_keras_opt.clipping.patches import compiled
+from dp_keras_opt.clipping.query import AT_WEIGHTS, Query
 
 _ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 
@@ -70,13 +72,86 @@ def per_example_gradients(model, batch, per_example_loss, engines, loss_scale=1.
         (losses (B,), outputs of the model, one `Factor` or None per trainable variable); None where
         the loss does not depend on the variable.
     """
+    losses, y_pred, (gradients,) = gradients_for(
+        [Query()], model, batch, per_example_loss, engines, loss_scale
+    )
+    return losses, y_pred, gradients
+
+
+def gradients_for(queries, model, batch, per_example_loss, engines, loss_scale=1.0):
+    """What `per_example_gradients` gives, with the gradients that each query asks for.
+
+    Of a query with several points these are the sums over its points. What a forward pass leaves
+    behind (seeds, moving statistics) is kept of the last one only, which is that at the weights as
+    they are, if there is one: all have the same dropout.
+
+    Args:
+        queries: some `Query`s.
+        model, batch, per_example_loss, engines, loss_scale: as for `per_example_gradients`.
+
+    Returns:
+        (losses (B,) and outputs at the first point of the first query, a list of factors for each
+        query).
+    """
+    asked = [query.points or (AT_WEIGHTS,) for query in queries]
+    points, passes = {id(point): point for of_query in asked for point in of_query}, {}
+    for number in sorted(points, key=lambda number: points[number].offset is None):
+        point, is_last = points[number], len(passes) == len(points) - 1
+        with _weights_at(point, model, is_last) as moved:
+            passes[number] = _pass(
+                model, batch, per_example_loss, engines, loss_scale, point.coefficient, moved
+            )
+    losses, y_pred, _ = passes[id(asked[0][0])]
+    gradients = [
+        list(map(_summed, zip(*(passes[id(point)][2] for point in of_query), strict=True)))
+        for of_query in asked
+    ]
+    return losses, y_pred, gradients
+
+
+@contextlib.contextmanager
+def _weights_at(point, model, keeps):
+    """The scope in which the trainable variables have the values of a point.
+
+    Args:
+        point: the `Point`.
+        model: the model.
+        keeps: whether what other variables are assigned is kept.
+
+    Yields:
+        These values, which no tape knows; none where they are the variables' own.
+    """
+    if point.offset is None:
+        yield []
+        return
+    moved = [
+        (variable, variable + tf.cast(offset, variable.dtype))
+        for variable, offset in zip(model.trainable_variables, point.offset, strict=True)
+    ]
+    with keras.StatelessScope(state_mapping=moved, collect_losses=True) as scope:
+        yield [value for _, value in moved]
+    for variable in model.non_trainable_variables if keeps else ():
+        value = scope.get_current_value(variable)
+        if value is not None:
+            variable.assign(value)
+
+
+def _pass(model, batch, per_example_loss, engines, loss_scale, coefficient, moved):
     count = sizes_of(tf.nest.flatten(batch.x)[0])[0]
     with tf.GradientTape() as tape, recording(engines, batch.num_rows, count) as calls:
+        tape.watch(moved)  # it records what depends on something watched
         losses, y_pred = losses_and_outputs(model, batch, True, per_example_loss)
         objective = tf.reduce_sum(_counted(losses, batch)) * loss_scale
     deltas = tape.gradient(objective, [call.source for call in calls])
+    factor = coefficient if loss_scale == 1 else coefficient / loss_scale
     with compiled(bool(getattr(model, "jit_compile", True))):
-        return losses, y_pred, _gradients(model, batch, calls, deltas, loss_scale)
+        return losses, y_pred, _gradients(model, batch, calls, deltas, factor)
+
+
+def _summed(factors):
+    """The sum of the gradients of several uses of one variable, as one `Factor`; None of none."""
+    used = [factor for factor in factors if factor is not None]
+    return functools.reduce(joined, used) if used else None
 
 
 def _counted(losses, batch):
@@ -91,9 +166,10 @@ def _counted(losses, batch):
     return tf.where(counted, losses, 0.0)
 
 
-def _gradients(model, batch, calls, deltas, loss_scale):
+def _gradients(model, batch, calls, deltas, factor):
     """One `Factor` or None per trainable variable: the sum of those of its uses."""
     uses = {id(variable): [] for variable in model.trainable_variables}
+    is_one = not tf.is_tensor(factor) and factor == 1
     for call, delta in zip(calls, deltas, strict=True):
         if delta is None:
             continue
@@ -104,10 +180,10 @@ def _gradients(model, batch, calls, deltas, loss_scale):
             reason = f"it gives {call.source.shape}, without one row for each of {batch.num_rows}"
             raise CallFailed(call.layer, reason)
         delta = tf.cast(delta, tf.float32)
-        for variable, factor in call.factors(delta if loss_scale == 1 else delta / loss_scale):
+        for variable, gradient in call.factors(delta if is_one else delta * factor):
             if id(variable) in uses:  # frozen variables have no gradient
-                uses[id(variable)].append(factor)
-    return [functools.reduce(joined, used) if used else None for used in uses.values()]
+                uses[id(variable)].append(gradient)
+    return [_summed(used) for used in uses.values()]
 
 
 @contextlib.contextmanager

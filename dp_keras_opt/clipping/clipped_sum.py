@@ -11,7 +11,7 @@ import tensorflow as tf
 from dp_keras_opt import deprecation
 from dp_keras_opt.clipping import precision, tensorflow_settings
 from dp_keras_opt.clipping.batch import Batch, map_leaves, valid_rows
-from dp_keras_opt.clipping.book_keeping import per_example_gradients
+from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.engines import Engines, engines_for
 from dp_keras_opt.clipping.factors import zeroing
 from dp_keras_opt.clipping.grouped_rows import PerUnit
@@ -49,7 +49,7 @@ def clipped_sums(
     *,
     per_example_loss: Callable[..., tf.Tensor] | None = None,
 ) -> ClippedSums:
-    """One forward pass, one backward pass, one clipped sum per query.
+    """One forward pass, one backward pass (or one of each a point), one clipped sum per query.
 
     For a query of geometry s and bound C it is Σ_i clip(s ⊙ g_i; C) over the rows (or users) i with
     their gradients g_i, where clip(v; C) = v·min(1, C/‖v‖): computed as s ⊙ Σ_i w_i g_i with
@@ -75,21 +75,25 @@ def clipped_sums(
     answered for row by row.
 
     Raises:
-        ValueError: TensorFlow is set to multiply float32 numbers in fewer bits than TF32 has.
+        ValueError: TensorFlow is set to multiply float32 numbers in fewer bits than TF32 has; or
+            a query has several points, and rows of a user are clipped as one.
 
     Reference: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning with
     differential privacy", CCS 2016, doi:10.1145/2976749.2978318, arXiv:1607.00133, Algorithm 1.
     """
     tensorflow_settings.check()
     batch = Batch(*map_leaves(tf.convert_to_tensor, tuple(batch)))
-    losses, y_pred, gradients = per_example_gradients(
-        model, batch, per_example_loss, engines or engines_for(model), loss_scale
+    if batch.rows_per_user is not None and any(query.points for query in queries):
+        raise ValueError("Gradients at several points are not defined for rows of a user together.")
+    losses, y_pred, found = gradients_for(
+        queries, model, batch, per_example_loss, engines or engines_for(model), loss_scale
     )
-    per_row = per_unit = PerUnit(losses, valid_rows(batch, losses), gradients)
-    if batch.rows_per_user is not None:
-        per_unit = per_row.grouped(batch.mask)
+    valid = valid_rows(batch, losses)
     sums, non_finite = [], 0
-    for query in queries:
+    for query, gradients in zip(queries, found, strict=True):
+        per_row = per_unit = PerUnit(losses, valid, gradients)
+        if batch.rows_per_user is not None:
+            per_unit = per_row.grouped(batch.mask)
         groups = clip_groups(model, query)
         if query.population == "public":
             total = _public_mean(query, groups, per_row, batch.public, model.trainable_variables)

@@ -7,6 +7,7 @@ and only the configurations that its `when` admits; every other layer goes to th
 positions.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -356,8 +357,10 @@ def standardized_convolution(layer, deltas, inputs):
     """A convolution, whose kernel is standardized: its gradient through that."""
     for variable, factor in convolution(layer, deltas, inputs):
         if variable is layer.kernel:
-            _, deviation = layer.standardized(variable)
-            factor = Mapped(factor, layer.gradient_of_kernel, 1.0 / deviation)
+            kernel = tf.convert_to_tensor(variable)  # now: the map may be used when it has moved
+            _, deviation = layer.standardized(kernel)
+            through = functools.partial(layer.gradient_of_kernel, kernel=kernel)
+            factor = Mapped(factor, through, 1.0 / deviation)
         yield variable, factor
 
 

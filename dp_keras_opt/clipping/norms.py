@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt.clipping.batch import Batch, valid_rows
-from dp_keras_opt.clipping.book_keeping import per_example_gradients
+from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.clipped_sum import norms_by_group
 from dp_keras_opt.clipping.grouped_rows import PerUnit
 from dp_keras_opt.clipping.groups import clip_groups
@@ -87,7 +87,7 @@ def _norms(model, batch, query, batch_size):
     for start in range(0, num_rows, step):
         part = _part(batch, start, start + step, per_unit)
         engines = engines or checked_engines(model, part)
-        losses, _, gradients = per_example_gradients(model, part, None, engines)
+        losses, _, (gradients,) = gradients_for([query], model, part, None, engines)
         units = PerUnit(losses, valid_rows(part, losses), gradients)
         if part.rows_per_user is not None:
             units = units.grouped(part.mask)

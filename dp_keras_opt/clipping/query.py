@@ -10,6 +10,22 @@ from dp_keras_opt import deprecation
 from dp_keras_opt.types import ClippingStyle, Norm
 
 
+class Point(NamedTuple):
+    """A place beside the weights, and what the gradient there counts in a sum of several.
+
+    Attributes:
+        coefficient: c, a number or a scalar tensor.
+        offset: d, one tensor per trainable variable; None for the weights as they are.
+    """
+
+    coefficient: Any = 1.0
+    offset: Sequence[Any] | None = None
+
+
+#: Where the gradient is taken unless a query says otherwise.
+AT_WEIGHTS = Point()
+
+
 @deprecation.renamed_fields(rows="population")
 class Query(NamedTuple):
     """One clipped sum over the batch: geometry, bound and which of its rows.
@@ -36,6 +52,9 @@ class Query(NamedTuple):
             p pᵀ over their gradients p of all variables together.
         counts: whether the answer has, behind the sum, how many of the examples have a norm of at
             most C_l, less half their number, for each l. One whose gradient is zero is in no count.
+        points: None for the gradient at the weights w; or some `Point`s, and what stands for an
+            example's gradient above is Σ_k c_k ∇loss(w + d_k). Each takes a forward and a backward
+            pass. Losses and outputs of a step are those at the first point.
 
     Reference: Bu, Wang, Zha and Karypis, "Automatic clipping: differentially private deep learning
     made easier and stronger", NeurIPS 2023, arXiv:2206.07136 (`normalize`).
@@ -51,6 +70,7 @@ class Query(NamedTuple):
     population: Literal["private", "public"] = "private"
     directions: Any = None
     counts: bool = False
+    points: Sequence[Point] | None = None
 
     @property
     def sensitivity(self) -> float | tf.Tensor:

@@ -61,9 +61,14 @@ class StandardizedConv2D(keras.layers.Conv2D):
         deviation = ops.sqrt(variance + self.epsilon)
         return (kernel - mean) / deviation, deviation
 
-    def gradient_of_kernel(self, gradient: Any) -> Any:
-        """The gradient in the kernel, (..., *shape), from that in what it is used as."""
-        standardized, deviation = self.standardized(self.kernel)
+    def gradient_of_kernel(self, gradient: Any, kernel: Any = None) -> Any:
+        """The gradient in the kernel, (..., *shape), from that in what it is used as.
+
+        Args:
+            gradient: that in what the kernel is used as, (..., *shape).
+            kernel: where it is taken; None for the kernel as it is.
+        """
+        standardized, deviation = self.standardized(self.kernel if kernel is None else kernel)
         along = standardized * ops.mean(gradient * standardized, _OF_FILTER, keepdims=True)
         return (gradient - ops.mean(gradient, _OF_FILTER, keepdims=True) - along) / deviation
 

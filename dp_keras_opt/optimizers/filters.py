@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
@@ -23,6 +23,10 @@ from keras import ops
 from scipy import signal
 
 from dp_keras_opt.checks import whole_number
+
+if TYPE_CHECKING:
+    from dp_keras_opt.clipping.query import Point
+    from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 #: The filters of Tables 2 and 4 of Zhang et al. (arXiv:2408.13460v1): b, and a without its
 #: leading 1.
@@ -48,6 +52,9 @@ class Filter(abc.ABC):
     optimizer variables, saved and loaded with it.
     """
 
+    #: Whether it has gradients taken at other points than the weights.
+    chooses_points = False
+
     @abc.abstractmethod
     def build(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
@@ -68,6 +75,13 @@ class Filter(abc.ABC):
             gradients: privatized gradients, one tensor per variable.
             noise_power: the expected squared norm of the noise in them, a scalar.
         """
+
+    def points(self, optimizer: PrivateOptimizer) -> Sequence[Point] | None:
+        """Where the gradients of this step are taken, known before the data is touched.
+
+        None stands for the weights; others only where it `chooses_points`.
+        """
+        return None
 
     @abc.abstractmethod
     def get_config(self) -> dict[str, Any]:

@@ -406,6 +406,13 @@ class PrivateOptimizer(UpdatesOnce):
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuses a `Sampling` for which sensitivity or noise would not be as accounted."""
         self.noise.check_sampling(sampling)
+        chooses_points = self.gradient_filter is not None and self.gradient_filter.chooses_points
+        if chooses_points and sampling.rows_per_unit is not None:
+            raise ValueError(
+                f"{type(self.gradient_filter).__name__} takes gradients at other points than the "
+                "weights, which is not proved for several rows (of a user, or views of one row) "
+                "that are clipped as one. Use another gradient_filter, or clip rows one by one."
+            )
 
     def prepare(self, variables: Sequence[keras.Variable]) -> None:
         """Moves the variables to the point where the gradient is taken, and sets state that a step
@@ -421,14 +428,18 @@ class PrivateOptimizer(UpdatesOnce):
         """
         if scale is not None:  # clipping works in float32, whatever the variables are
             scale = [tf.cast(part, tf.float32) for part in scale]
+        points = None
+        if self.built and self.gradient_filter is not None:
+            points = self.gradient_filter.points(self)
         counts = isinstance(self.clip_norm, Quantile) and clip_norm is None and self.built
         if counts:
             clip_norm = tf.convert_to_tensor(self._found_clip_norms)
         elif clip_norm is None:
             clip_norm = self.current_clip_norm
         return Query(
-            scale, clip_norm, self.noise.norm, self.clipping, self.normalize, counts=counts
-        )
+            scale, clip_norm, self.noise.norm, self.clipping, self.normalize, counts=counts,
+            points=points,
+        )  # fmt: skip
 
     def queries(self) -> tuple[Query, ...]:
         """The tuple of `Query` of this step, known before the data is touched; changes nothing."""

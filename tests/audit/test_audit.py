@@ -15,7 +15,7 @@ from sklearn import metrics
 import dp_keras_opt as dp
 from dp_keras_opt import audit
 from dp_keras_opt.audit import canaries
-from dp_keras_opt.clipping import Batch
+from dp_keras_opt.clipping import Batch, Point
 from dp_keras_opt.noise.release import Released
 from tests.helpers.per_example import one_at_a_time
 from tests.nightly import audits
@@ -180,7 +180,7 @@ def examples(rows, seed=0, features=3):
     return rng.normal(size=(rows, features)), 3 * rng.normal(size=(rows, 1))
 
 
-@pytest.mark.parametrize("kind", ["flat", "normalize", "per_layer", "laplace", "scaled"])
+@pytest.mark.parametrize("kind", ["flat", "normalize", "per_layer", "laplace", "scaled", "points"])
 def test_estimates_are_inner_products_with_what_a_canary_contributes(kind):
     options = {
         "flat": {},
@@ -188,6 +188,7 @@ def test_estimates_are_inner_products_with_what_a_canary_contributes(kind):
         "per_layer": {"clipping": "per_layer"},
         "laplace": {"noise": "laplace"},
         "scaled": {},
+        "points": {},
     }[kind]
     model = small_model(
         dp.optimizers.DPSGD(0.1, clip_norm=0.5, noise_multiplier=1.0, batch_size=8, **options)
@@ -198,12 +199,26 @@ def test_estimates_are_inner_products_with_what_a_canary_contributes(kind):
     scale = [rng.uniform(0.5, 2, v.shape).astype("float32") for v in variables]
     value = [rng.normal(size=v.shape).astype("float32") for v in variables]
     query = model.optimizer.query(scale if kind == "scaled" else None)
+    if kind == "points":
+        query = query._replace(points=(Point(2.0), Point(-0.5, scale)))
     released = Released(value, 0.25)
     estimates, stds = audit.inclusion_estimates(
         model, Batch(x, y, tf.ones(5)), (query,), (released,)
     )
     estimates, stds = estimates.numpy(), stds.numpy()
-    gradients = one_at_a_time(model, lambda y, p: tf.reduce_mean((y - p) ** 2), x, y)
+
+    def loss(y, y_pred):
+        return tf.reduce_mean((y - y_pred) ** 2)
+
+    gradients = one_at_a_time(model, loss, x, y)
+    if kind == "points":
+        for variable, offset in zip(variables, scale, strict=True):
+            variable.assign_add(offset)
+        there = one_at_a_time(model, loss, x, y)
+        gradients = [
+            [2 * g - 0.5 * h for g, h in zip(*pair, strict=True)]
+            for pair in zip(gradients, there, strict=True)
+        ]
     for i, gradient in enumerate(gradients):
         if kind == "scaled":
             gradient = [g * s for g, s in zip(gradient, scale, strict=True)]
@@ -468,7 +483,13 @@ def test_every_optimizer_is_audited():
     assert audited == classes
 
 
-HONEST = ["DPSGD", "DPSGD, users", "DPAdam, scale_then_privatize", "SubspaceAdagrad"]
+HONEST = [
+    "DPSGD",
+    "DPSGD, users",
+    "DPSGD, DiSK",
+    "DPAdam, scale_then_privatize",
+    "SubspaceAdagrad",
+]
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -482,7 +503,7 @@ def test_an_honest_optimizer_passes(name):
         assert report.lower_bound < report.gaussian_epsilon < audit.gaussian_epsilon(mu, delta)
 
 
-@pytest.mark.parametrize("name", ["DPSGD", "DPSGD, users", "DPAdam"])
+@pytest.mark.parametrize("name", ["DPSGD", "DPSGD, users", "DPSGD, DiSK", "DPAdam"])
 def test_missing_clipping_is_caught_in_one_run(name):
     with audits.no_clipping():
         report = audits.run(name, canaries=8000, seed=0)

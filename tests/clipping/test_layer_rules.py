@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Batch, Query, clipped_sums, explain, factors, patches
-from dp_keras_opt.clipping.clipped_sum import clip_factor, per_example_gradients
+from dp_keras_opt.clipping.book_keeping import per_example_gradients
+from dp_keras_opt.clipping.clipped_sum import clip_factor
 from dp_keras_opt.clipping.engines import engines_for
 from dp_keras_opt.clipping.factors import OuterProducts
 from dp_keras_opt.clipping.self_check import checked_engines

@@ -12,7 +12,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from dp_keras_opt.clipping import Batch, Query, clipped_sums, explain, recurrent_rules
-from dp_keras_opt.clipping.clipped_sum import per_example_gradients
+from dp_keras_opt.clipping.book_keeping import per_example_gradients
 from dp_keras_opt.clipping.engines import engines_for
 from dp_keras_opt.clipping.layer_rules import rule_for
 from dp_keras_opt.clipping.self_check import checked_engines

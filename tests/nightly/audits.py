@@ -131,6 +131,11 @@ CASES = {
     "DPSGD, replace_one": (o.DPSGD, replaced),
     "DPSGD, momentum": (lambda **p: o.DPSGD(0.1, momentum=0.9, **p), full),
     "DPSGD, per layer": (lambda **p: o.DPSGD(0.1, clipping="per_layer", **p), full),
+    "DPSGD, DiSK": (lambda **p: o.DPSGD(0.1, gradient_filter=dp.filters.DiSK(0.3), **p), full),
+    "DPAdam, sharpness-aware": (
+        lambda **p: o.DPAdam(0.01, gradient_filter=dp.filters.SharpnessAware(0.1), **p),
+        full,
+    ),
     "DPSGD, normalize": (lambda **p: o.DPSGD(0.1, normalize=True, **p), full),
     "DPSGD, quantile": (lambda **p: o.DPSGD(0.1, **p | FOUND), full),
     "DPSGD, quantile per layer, replace_one": (
@@ -337,7 +342,7 @@ SABOTAGE = {
     "noise reused": noise_reused,
     "one step without noise": one_step_without_noise,
 }
-SABOTAGED = ("DPSGD", "DPAdam", "DP2RMSprop", "DPNesterov")
+SABOTAGED = ("DPSGD", "DPAdam", "DP2RMSprop", "DPNesterov", "DPSGD, DiSK")
 
 
 def audits(only=()):
