@@ -133,6 +133,20 @@ def steps_are_those_of_one_device(strategy):
         np.testing.assert_allclose(values, histories[1][name], rtol=1e-4, err_msg=name)
 
 
+def points_are_those_of_one_device(strategy):
+    """Gradients ahead of the weights and at them, in blocks of one row, with rows on some only."""
+    smoother = dp.filters.DiSK(0.5, 2.0)
+    rule = optimizer(rate=0.5, noise_multiplier=0.0, batch_size=2, gradient_filter=smoother)
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            model = make(rule, physical_batch_size=1)
+        model.fit(of_sizes(4, 0, 9, 2, 3), epochs=2, verbose=0)
+        weights.append(model.get_weights())
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def public_rows_are_averaged_once(strategy):
     rule = optimizer(dp.optimizers.PDADPMD, 0.1, noise_multiplier=0.0, steps=10)
     weights = []
@@ -434,6 +448,7 @@ MIRRORED = {
     ],
     3: [
         steps_are_those_of_one_device,
+        points_are_those_of_one_device,
         public_rows_are_averaged_once,
         users_are_clipped_whole,
         buckets_are_those_of_one_device,
