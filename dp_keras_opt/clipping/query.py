@@ -52,7 +52,7 @@ class Query(NamedTuple):
             p pᵀ over their gradients p of all variables together.
         counts: whether the answer has, behind the sum, how many of the examples have a norm of at
             most C_l, less half their number, for each l. One whose gradient is zero is in no count.
-        points: None for the gradient at the weights w; or some `Point`s, and what stands for an
+        points: None for the gradient at the weights w; or a list of `Point`, and what stands for an
             example's gradient above is Σ_k c_k ∇loss(w + d_k). Each takes a forward and a backward
             pass. Losses and outputs of a step are those at the first point.
 
