@@ -22,18 +22,16 @@ Writes results.csv (all runs), trials-*.csv, fine_tuning.md and records_fine_tun
 import functools
 import itertools
 import os
-import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import drawings
 import keras
-import matplotlib
 import numpy as np
 import records
 import results
 from example_data import fashion
 from keras import layers
-from PIL import Image, ImageDraw, ImageFont
 
 import dp_keras_opt as dp
 
@@ -49,55 +47,7 @@ METHODS = [FULL, LORA, HEAD, SCRATCH]
 
 SIZE, PATCH, WIDTH, BLOCKS, HEADS = 28, 7, 64, 2, 2
 GLYPHS, EPOCHS = 120_000, 5
-CHARACTERS = [
-    chr(code)
-    for first, last in ((33, 126), (0x391, 0x3C9), (0x410, 0x44F))  # Latin, Greek, Cyrillic
-    for code in range(first, last + 1)
-    if chr(code).isprintable()  # some places are empty
-]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-@functools.cache
-def glyphs(size=40):
-    """Pictures of the characters, for each a list of one from every font.
-
-    Of characters that look alike, such as a Latin and a Greek A, one is taken.
-    """
-    folder = pathlib.Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    paths = [path for path in sorted(folder.glob("DejaVuS*.ttf")) if "Display" not in path.name]
-
-    def picture(font, character):
-        canvas = Image.new("L", (size, size))
-        ImageDraw.Draw(canvas).text((size / 2, size / 2), character, 255, font, anchor="mm")
-        return canvas
-
-    fonts = [ImageFont.truetype(path, 28) for path in paths]
-    distinct = {picture(fonts[0], character).tobytes(): character for character in CHARACTERS}
-    return [[picture(font, character) for font in fonts] for character in distinct.values()]
-
-
-def drawn(count, seed=0):
-    """Characters at random: (pictures, their kinds)."""
-    generator = np.random.default_rng(seed)
-    kinds = generator.integers(0, len(glyphs()), count)
-    pictures = np.empty((count, SIZE, SIZE, 1), np.float32)
-    for picture, kind in zip(pictures[..., 0], kinds, strict=True):
-        of_fonts = glyphs()[kind]
-        source = of_fonts[generator.integers(len(of_fonts))]
-        angle, shear = generator.normal(0, (0.2, 0.1))
-        scales = 1.1 * np.exp(generator.normal(0, 0.2, 2))
-        turn = [[np.cos(angle), -np.sin(angle)], [np.sin(angle) + shear, np.cos(angle)]]
-        matrix = turn * scales[:, None]
-        shift = source.width / 2 - matrix @ (SIZE / 2 + generator.uniform(-3, 3, 2))
-        coefficients = np.column_stack([matrix, shift]).ravel().tolist()
-        ink = source.transform((SIZE, SIZE), Image.Transform.AFFINE, coefficients,
-                               Image.Resampling.BILINEAR)  # fmt: skip
-        shade, ground = generator.uniform(size=2)
-        if abs(shade - ground) < 0.3 or generator.uniform() < 0.5:
-            shade, ground = generator.uniform(0.4, 1), 0
-        picture[:] = ground + (shade - ground) * np.asarray(ink) / 255
-    return pictures, np.int32(kinds)
 
 
 def transformer():
@@ -119,23 +69,10 @@ def transformer():
     return keras.Model(pictures, layers.LayerNormalization(name="norm")(x))
 
 
-def pretrain(path):
-    """Trains the Transformer to tell characters apart, without privacy, and writes its weights."""
-    print(f"{path.name}: pre-training, some minutes", flush=True)
-    keras.utils.set_random_seed(0)
+def network():
+    """The Transformer, and what characters are told apart by: all of its output."""
     body = transformer()
-    logits = layers.Dense(len(glyphs()))(layers.Flatten()(body.output))
-    model = keras.Model(body.input, logits)
-    batch = min(128, GLYPHS)
-    steps = EPOCHS * (GLYPHS // batch)
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps, warmup_target=2e-3, warmup_steps=steps // 10
-    )
-    model.compile(keras.optimizers.AdamW(rate, 0.01), LOSS, metrics=["accuracy"], jit_compile=False)
-    for epoch in range(EPOCHS):  # new pictures in each
-        model.fit(*drawn(GLYPHS, epoch), batch_size=batch, verbose=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    body.save_weights(path)
+    return body, body.output
 
 
 def classifier(method, weights):
@@ -200,7 +137,9 @@ def main():
     options = parser.parse_args()
     weights = options.output / "glyphs.weights.h5"
     if not weights.exists():
-        pretrain(weights)
+        glyphs = drawings.glyphs()
+        draw = functools.partial(drawings.variants, glyphs)
+        drawings.pretrain(weights, network, draw, len(glyphs), GLYPHS, EPOCHS)
     if options.quick:
         options.epsilons, options.seeds, options.trials = [3.0], 2, 2
         options.output /= "quick"

@@ -4,8 +4,8 @@ The rule, fixed before any run. Some examples of the training set, drawn by seed
 public; what is left is the private training set. Settings (a Halton sequence over the ranges of
 the script) are tried on the public examples alone, by folds: trained on all but one, judged on that
 one, with the sampling probability, the number of steps, and the noise *relative to the batch* of
-the private run, so that what is found is right for that run. The best mean is chosen, at each ε
-anew; only then is anything trained on the private examples, and only for the record is the test set
+the private run, so that what is found is right for that run. The best mean is chosen (or, where a
+script says so, of what is not told apart from it the highest rate), at each ε anew; only then is anything trained on the private examples, and only for the record is the test set
 read.
 A second column, marked as such, does as most of the literature: all training examples are
 private, and the test set chooses.
@@ -85,7 +85,7 @@ def accuracy(model, rows):
     return 100 * float(np.mean(model.predict(x, batch_size=1000, verbose=0).argmax(1) == y))
 
 
-def chosen(path, run, epsilons, settings, folds, better=max):
+def chosen(path, run, epsilons, settings, folds, better=max, highest=None):
     """The best setting at each ε.
 
     Args:
@@ -95,6 +95,8 @@ def chosen(path, run, epsilons, settings, folds, better=max):
         settings: dicts of values.
         folds: how many.
         better: `max` or `min`.
+        highest: None, or the name of a value: of the settings that are within one standard error of
+            the best, fold by fold, that with the highest is chosen.
 
     Returns:
         A dict from ε to values.
@@ -109,15 +111,26 @@ def chosen(path, run, epsilons, settings, folds, better=max):
         path, ("epsilon", "values", "fold"), every,
         lambda epsilon, values, fold: {"score": run(epsilon, json.loads(values), fold)},
     )  # fmt: skip
-    means = {}
+    scores = {}
     for row in rows:
-        means.setdefault(float(row["epsilon"]), {}).setdefault(row["values"], []).append(
+        scores.setdefault(float(row["epsilon"]), {}).setdefault(row["values"], []).append(
             float(row["score"])
         )
-    return {
-        epsilon: json.loads(better(of_values, key=lambda values: np.mean(of_values[values])))
-        for epsilon, of_values in means.items()
-    }
+
+    def best(of_settings):
+        first = better(of_settings, key=lambda values: np.mean(of_settings[values]))
+        if highest is None:
+            return json.loads(first)
+        behind = {
+            values: np.subtract(of_settings[first], found) for values, found in of_settings.items()
+        }
+        close = [
+            json.loads(values) for values, by in behind.items()
+            if abs(np.mean(by)) <= np.std(by, ddof=1) / folds**0.5
+        ]  # fmt: skip
+        return max(close, key=lambda values: values[highest])
+
+    return {epsilon: best(of_settings) for epsilon, of_settings in scores.items()}
 
 
 def summary(rows):

@@ -37,18 +37,6 @@ def values_of(model):
     return {weight.path: weight.numpy() for weight in model.weights}
 
 
-def test_characters_are_distinct_and_drawn_as_pictures(script):
-    assert len({of_fonts[0].tobytes() for of_fonts in script.glyphs()}) == len(script.glyphs())
-    assert all(of_fonts[0].getbbox() for of_fonts in script.glyphs())  # none is blank
-    x, kinds = script.drawn(30)
-    assert x.shape == (30, 28, 28, 1) and x.dtype == np.float32
-    assert x.min() >= 0 and x.max() <= 1 and np.all(np.ptp(x, axis=(1, 2, 3)) > 0.1)
-    assert kinds.min() >= 0 and kinds.max() < len(script.glyphs())
-    again, _ = script.drawn(30)
-    np.testing.assert_array_equal(again, x)
-    assert not np.array_equal(script.drawn(30, 1)[0], x)
-
-
 def test_a_patch_is_a_square_of_the_picture(script):
     import keras
 
