@@ -61,13 +61,14 @@ class DiSK(Filter):
         self._previous = [
             optimizer.add_variable(v.shape, dtype="float32", name="previous") for v in variables
         ]
+        self._steps = optimizer.add_variable((), dtype="int32", name="steps_in_estimate")
 
     def points(self, optimizer: PrivateOptimizer) -> tuple[Point, ...] | None:
         ahead = (1 - self.kappa) / self.kappa
         if not ahead:
             return None
         gamma = ahead if self.gamma is None else self.gamma
-        is_first = tf.equal(optimizer.iterations, 0)
+        is_first = tf.equal(tf.convert_to_tensor(self._steps), 0)
         offsets = [
             tf.where(is_first, 0.0, gamma * (tf.cast(v, tf.float32) - tf.convert_to_tensor(p)))
             for v, p in zip(self._variables, self._previous, strict=True)
@@ -84,7 +85,9 @@ class DiSK(Filter):
     ) -> list[tf.Tensor]:
         for variable, previous in zip(self._variables, self._previous, strict=True):
             optimizer.assign(previous, tf.cast(variable, tf.float32))
-        weight = tf.where(tf.equal(optimizer.iterations, 0), 1.0, self.kappa)
+        steps = tf.convert_to_tensor(self._steps)
+        weight = tf.where(tf.equal(steps, 0), 1.0, self.kappa)
+        optimizer.assign(self._steps, steps + 1)
         estimates = []
         for gradient, estimate in zip(gradients, self._estimates, strict=True):
             old, kappa = tf.convert_to_tensor(estimate), tf.cast(weight, estimate.dtype)

@@ -70,6 +70,27 @@ def test_one_point_where_the_weights_fall_out():
     assert plain.queries()[0].points is None
 
 
+def test_in_a_new_subspace_the_estimate_begins_anew():
+    """Of a kernel that is projected; the bias beside it goes on."""
+    projection = dp.optimizers.GaLore(rank=1, update_gap=2, reset=True)
+    smoother = DiSK(0.3, 0.5)
+    optimizer = DPSGD(0.5, gradient_filter=smoother, projection=projection, **lr.PRIVATE)
+    model = lr.build(optimizer)
+    path, noise = lr.train(model, 3)  # the third step is the first in a new subspace
+    kernel = optimizer.gradient_filter._estimates[0]
+    assert min(kernel.shape) == 1
+    ahead = path[1] + 0.5 * (path[1] - path[0])
+    weight = 0.7 / (0.3 * 0.5)
+    g = noisy_mean(
+        (1 - weight) * lr.gradients(path[1]) + weight * lr.gradients(ahead), noise.flat(2)
+    )
+    matrix = g[:12].reshape(4, 3)
+    expected = matrix @ np.linalg.svd(matrix)[2][0]  # along the first of the shorter side's vectors
+    np.testing.assert_allclose(
+        np.abs(np.asarray(kernel).ravel()), np.abs(expected), rtol=1e-3, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("then", [None, "momentum"])
 def test_sharpness_aware_steps_are_those_of_the_paper(then):
     optimizer = DPSGD(0.5, gradient_filter=SharpnessAware(0.7, then), **lr.PRIVATE)
