@@ -5,8 +5,8 @@ public; what is left is the private training set. Settings (a Halton sequence ov
 the script) are tried on the public examples alone, by folds: trained on all but one, judged on that
 one, with the sampling probability, the number of steps, and the noise *relative to the batch* of
 the private run, so that what is found is right for that run. The best mean is chosen (or, where a
-script says so, of what is not told apart from it the highest rate), at each ε anew; only then is anything trained on the private examples, and only for the record is the test set
-read.
+script says so, of what is not told apart from it the highest rate), at each ε anew; only then is
+anything trained on the private examples, and only for the record is the test set read.
 A second column, marked as such, does as most of the literature: all training examples are
 private, and the test set chooses.
 """
