@@ -94,14 +94,15 @@ def gradients_for(queries, model, batch, per_example_loss, engines, loss_scale=1
         query).
     """
     asked = [query.points or (AT_WEIGHTS,) for query in queries]
-    points, passes = {id(point): point for of_query in asked for point in of_query}, {}
+    every = list(itertools.chain(*asked)) or [AT_WEIGHTS]  # losses are wanted without a query, too
+    points, passes = {id(point): point for point in every}, {}
     for number in sorted(points, key=lambda number: points[number].offset is None):
         point, is_last = points[number], len(passes) == len(points) - 1
         with _weights_at(point, model, is_last) as moved:
             passes[number] = _pass(
                 model, batch, per_example_loss, engines, loss_scale, point.coefficient, moved
             )
-    losses, y_pred, _ = passes[id(asked[0][0])]
+    losses, y_pred, _ = passes[id(every[0])]
     gradients = [
         list(map(_summed, zip(*(passes[id(point)][2] for point in of_query), strict=True)))
         for of_query in asked

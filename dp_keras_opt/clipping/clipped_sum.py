@@ -88,12 +88,11 @@ def clipped_sums(
     losses, y_pred, found = gradients_for(
         queries, model, batch, per_example_loss, engines or engines_for(model), loss_scale
     )
-    valid = valid_rows(batch, losses)
+    rows = units = [PerUnit(losses, valid_rows(batch, losses), gradients) for gradients in found]
+    if batch.rows_per_user is not None:  # all at the weights as they are, and grouped once
+        units = [each.grouped(batch.mask) for each in rows[:1]] * len(rows)
     sums, non_finite = [], 0
-    for query, gradients in zip(queries, found, strict=True):
-        per_row = per_unit = PerUnit(losses, valid, gradients)
-        if batch.rows_per_user is not None:
-            per_unit = per_row.grouped(batch.mask)
+    for query, per_row, per_unit in zip(queries, rows, units, strict=True):
         groups = clip_groups(model, query)
         if query.population == "public":
             total = _public_mean(query, groups, per_row, batch.public, model.trainable_variables)

@@ -91,25 +91,13 @@ def as_kinds(pictures):
     return [[Image.fromarray(canvas)] for canvas in padded]
 
 
-def moved(source, generator, turn, shear, scale, shift, zoom=1.0, size=28):
-    """The middle of a picture, turned, sheared, scaled and shifted at random.
-
-    Args:
-        source: the picture, of Pillow.
-        generator: of the random numbers.
-        turn, shear, scale: standard deviations: an angle, and parts of the size.
-        shift: at most so many pixels in each direction.
-        zoom: a picture shows so many times its size of the source.
-        size: of the picture.
-
-    Returns:
-        An array.
-    """
-    angle, slant = generator.normal(0, (turn, shear))
-    scales = zoom * np.exp(generator.normal(0, scale, 2))
+def moved(source, generator, size):
+    """The middle of a picture of Pillow's, turned, sheared, scaled and shifted at random."""
+    angle, slant = generator.normal(0, (0.2, 0.1))
+    scales = 1.1 * np.exp(generator.normal(0, 0.2, 2))
     turned = [[np.cos(angle), -np.sin(angle)], [np.sin(angle) + slant, np.cos(angle)]]
     matrix = turned * scales[:, None]
-    start = source.width / 2 - matrix @ (size / 2 + generator.uniform(-shift, shift, 2))
+    start = source.width / 2 - matrix @ (size / 2 + generator.uniform(-3, 3, 2))
     coefficients = np.column_stack([matrix, start]).ravel().tolist()
     return np.asarray(
         source.transform(
@@ -135,7 +123,7 @@ def variants(kinds, count, seed=0, size=28):
     pictures = np.empty((count, size, size, 1), np.float32)
     for picture, kind in zip(pictures[..., 0], chosen, strict=True):
         source = kinds[kind][generator.integers(len(kinds[kind]))]
-        ink = moved(source, generator, 0.2, 0.1, 0.2, 3, zoom=1.1, size=size)
+        ink = moved(source, generator, size)
         shade, ground = generator.uniform(size=2)
         if abs(shade - ground) < 0.3 or generator.uniform() < 0.5:
             shade, ground = generator.uniform(0.4, 1), 0

@@ -18,17 +18,7 @@ from tests.helpers.per_example import assert_close, clip_and_sum, one_at_a_time
 layers = keras.layers
 
 
-def mse(y, y_pred):
-    return tf.reduce_mean(tf.square(tf.cast(y, y_pred.dtype) - y_pred))
-
-
-@functools.cache
-def setup(make):
-    base, x, y = make()
-    model = dp.make_private(base)
-    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=4)
-    model.compile(optimizer=optimizer, loss="mse")
-    return model, x, y, one_at_a_time(base, mse, x, y)
+setup = functools.cache(models._setup)
 
 
 def separable():
@@ -60,15 +50,14 @@ def low_rank_changes():
 MODELS = [*models.MODELS, separable, standardized, low_rank_changes]
 
 
-def at_points(make, points):
+def at_points(model, x, y, points):
     """Σ_k c_k ∇loss(w + d_k) of each example alone."""
-    model, x, y, _ = setup(make)
     start, total = model.get_weights(), None
     for coefficient, offset in points:
         if offset is not None:
             for variable, d in zip(model.trainable_variables, offset, strict=True):
                 variable.assign_add(d)
-        found = one_at_a_time(model, mse, x, y)
+        found = one_at_a_time(model, models._mse, x, y)
         model.set_weights(start)
         found = [[float(coefficient) * g for g in example] for example in found]
         total = found if total is None else [
@@ -89,10 +78,10 @@ def some_points(model, rng):
 @pytest.mark.parametrize("whole_model", [False, True], ids=["per layer", "whole model"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_one_clip_for_the_combination_of_several_points(make, whole_model):
-    model, x, y, _ = setup(make)
+    model, x, y, *_ = setup(make)
     rng = np.random.default_rng(8)
     points = some_points(model, rng)
-    gradients = at_points(make, points)
+    gradients = at_points(model, x, y, points)
     before = model.get_weights()
     norms = [np.sqrt(sum((g**2).sum() for g in example)) for example in gradients]
     clip_norm = 0.7 * float(np.median(norms))
@@ -120,9 +109,9 @@ def test_one_clip_for_the_combination_of_several_points(make, whole_model):
 
 
 def test_points_in_a_compiled_step_and_losses_at_the_first():
-    model, x, y, _ = setup(models.dense)
+    model, x, y, *_ = setup(models.dense)
     points = some_points(model, np.random.default_rng(9))[::-1]
-    gradients = at_points(models.dense, points)
+    gradients = at_points(model, x, y, points)
 
     @tf.function(jit_compile=True)
     def traced(x, y):
@@ -144,9 +133,7 @@ def test_all_points_have_the_same_dropout_and_each_step_another(at_weights):
     """c and −c at one place cancel, whatever the dropout is; and it goes on."""
     inputs = keras.Input((20,))
     hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(30)(inputs))
-    model = dp.make_private(keras.Model(inputs, keras.layers.Dense(2)(hidden)))
-    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=4)
-    model.compile(optimizer=optimizer, loss="mse")
+    model = models._compiled(keras.Model(inputs, keras.layers.Dense(2)(hidden)))
     zero = [tf.zeros(v.shape) for v in model.trainable_variables]
     last = Point(-1.0) if at_weights else Point(-1.0, [0.0 * z for z in zero])
     x, y = models._features(20), models._features(2)
@@ -168,10 +155,7 @@ def test_what_layers_add_to_the_loss_counts_at_each_point():
 
     inputs = keras.Input((4,))
     hidden = Penalized()(keras.layers.Dense(3)(inputs))
-    base = keras.Model(inputs, keras.layers.Dense(2)(hidden))
-    model = dp.make_private(base)
-    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=4)
-    model.compile(optimizer=optimizer, loss="mse")
+    model = models._compiled(keras.Model(inputs, keras.layers.Dense(2)(hidden)))
     x, y = models._features(4), models._features(2)
     offset = [0.1 * tf.ones(v.shape) for v in model.trainable_variables]
     there = clipped_sums(
@@ -183,8 +167,15 @@ def test_what_layers_add_to_the_loss_counts_at_each_point():
     assert_close(there, [np.float64(t) for t in moved], rtol=1e-5)
 
 
+def test_without_a_query_there_are_losses_still():
+    model, x, y, *_ = setup(models.dense)
+    result, asked = (clipped_sums(model, (x, y), queries) for queries in ((), (Query(),)))
+    assert result.sums == []
+    np.testing.assert_array_equal(result.losses, asked.losses)
+
+
 def test_points_and_users_do_not_go_together():
-    model, x, y, _ = setup(models.dense)
+    model, x, y, *_ = setup(models.dense)
     points = some_points(model, np.random.default_rng(1))
     mask = tf.constant([[True, True], [True, False]])
     batch = Batch(tf.constant(x[:4]), tf.constant(y[:4]), None, mask)
@@ -197,7 +188,7 @@ def test_points_and_users_do_not_go_together():
     "make", [models.dense, models.shared_dense, models.conv2d, models.lstm, separable]
 )
 def test_neighbouring_batches_differ_by_at_most_the_clip_norm(make):
-    model, x, y, _ = setup(make)
+    model, x, y, *_ = setup(make)
     rng = np.random.default_rng(3)
     directions = [np.float32(rng.normal(size=v.shape)) for v in model.trainable_variables]
 
@@ -265,16 +256,6 @@ def test_the_share_that_is_clipped_is_that_of_what_is_clipped():
     for _ in range(2):
         model.train_on_batch(x, y)
     (query,) = optimizer.queries()
-    moved = [(float(c), None if d is None else [np.asarray(t) for t in d]) for c, d in query.points]
-    start, total = model.get_weights(), None
-    for coefficient, offset in moved:
-        for variable, d in zip(model.trainable_variables, offset or [], strict=bool(offset)):
-            variable.assign_add(d)
-        found = one_at_a_time(model, mse, x, y)
-        model.set_weights(start)
-        found = [[coefficient * g for g in example] for example in found]
-        total = found if total is None else [
-            [a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, found, strict=True)
-        ]  # fmt: skip
+    total = at_points(model, x, y, query.points)
     norms = [np.sqrt(sum((g**2).sum() for g in example)) for example in total]
     assert clip_fraction(model, (x, y)) == pytest.approx(np.mean(np.array(norms) > 1.0))
