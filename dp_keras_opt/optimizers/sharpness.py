@@ -29,7 +29,8 @@ class SharpnessAware(Filter):
         then: None, or the filter that g̃_t then goes through, as `gradient_filter` is given.
 
     Raises:
-        ValueError: ρ is out of range.
+        ValueError: ρ is out of range, `then` chooses points itself, or, by the optimizer, there is
+            a projection: of the last release only a part is kept then.
 
     Reference: Park, Kim, Choi and Lee, "Differentially private sharpness-aware training", ICML
     2023, arXiv:2306.05651 (DP-SAT).
@@ -42,10 +43,21 @@ class SharpnessAware(Filter):
             raise ValueError(f"radius must be positive and finite, received {radius!r}.")
         self.radius = float(radius)
         self.then = filters.get(then)
+        if self.then is not None and self.then.chooses_points:
+            raise ValueError(
+                f"SharpnessAware takes the gradient at one point, and {type(self.then).__name__} "
+                "wants it at others. Give one of the two as gradient_filter."
+            )
 
     def build(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:
+        if getattr(optimizer, "projection", None) is not None:
+            raise ValueError(
+                "SharpnessAware goes up the last release in the space of the weights, of which a "
+                "projection keeps a part. Leave out one of the two."
+            )
+        self.then = filters.get(self.then)  # its buffers belong to this optimizer alone
         self._last = [optimizer.add_variable_from_reference(v, "last_release") for v in variables]
         if self.then is not None:
             self.then.build(optimizer, variables)

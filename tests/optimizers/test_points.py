@@ -106,6 +106,25 @@ def test_sharpness_aware_steps_are_those_of_the_paper(then):
     np.testing.assert_allclose(path, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_optimizers_of_one_sharpness_filter_have_buffers_of_their_own():
+    smoother = SharpnessAware(0.7, "momentum")
+    first, second = (DPSGD(0.5, gradient_filter=smoother, **lr.PRIVATE) for _ in range(2))
+    alone = DPSGD(0.5, gradient_filter=SharpnessAware(0.7, "momentum"), **lr.PRIVATE)
+    model = lr.build(first)
+    first.build(model.trainable_variables)
+    second.build([keras.Variable(np.zeros((4, 3), "float32")), keras.Variable(np.zeros(3))])
+    path, _ = lr.train(model, STEPS)
+    expected, _ = lr.train(lr.build(alone), STEPS)
+    np.testing.assert_array_equal(path, expected)
+
+
+def test_sharpness_with_a_projection_is_refused():
+    projection = dp.optimizers.GaLore(rank=1)
+    optimizer = DPSGD(0.5, gradient_filter=SharpnessAware(0.7), projection=projection, **lr.PRIVATE)
+    with pytest.raises(ValueError, match="a projection keeps a part"):
+        optimizer.build([keras.Variable(np.zeros((4, 3), "float32"))])
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -165,6 +184,7 @@ def test_rows_of_a_user_are_refused(smoother):
         (lambda: DiSK(1.5), "kappa must be in"),
         (lambda: DiSK(0.5, 0.0), "gamma must be positive"),
         (lambda: SharpnessAware(-1.0), "radius must be positive"),
+        (lambda: SharpnessAware(1.0, DiSK()), "wants it at others"),
         (lambda: SharpnessAware(1.0, "no such filter"), "There is no filter"),
     ],
 )
