@@ -1,11 +1,12 @@
 """The record of fine-tuning: what is pre-trained on, what each way trains, and that runs go on."""
 
+import re
 import sys
 
 import numpy as np
 import pytest
 
-from tests.helpers.examples import clothes, imported, rows_of
+from tests.helpers.examples import RECORDS, clothes, imported, page_of_records, rows_of
 
 LAYERS = {"attention_0", "expand_0", "back_0", "patches", "head"}  # with a kernel
 
@@ -107,3 +108,13 @@ def test_a_quick_run_goes_on_and_writes_its_files(script, tmp_path, monkeypatch)
     text = (tmp_path / "quick" / "fine_tuning.md").read_text(encoding="utf-8")
     assert "| head alone |" in text
     assert (tmp_path / "quick" / "records_fine_tuning.png").stat().st_size > 1000
+
+
+def test_the_tables_of_the_page_are_those_of_the_runs(script):
+    text, rows = page_of_records(), rows_of(RECORDS / "fine_tuning-results.csv")
+    published = script.records.published_table("fine-tuning")
+    assert f"<!-- fine-tuning -->\n\n{script.records.table(rows, 2)}\n" in text
+    assert f"<!-- fine-tuning published -->\n\n{published}\n" in text
+    for way in script.METHODS:  # as the page's table of what is trained has them
+        (trained,) = {int(row["trained"]) for row in rows if row["method"] == way}
+        assert re.search(rf"^\| {way} \| .* \| {trained:,} \|$", text, re.M), way
