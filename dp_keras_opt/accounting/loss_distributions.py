@@ -46,6 +46,8 @@ _USUAL = 2.0**-13
 _DEVIATIONS = 9.0
 #: It cuts off as much of the tails of several, and adds it to the mass of infinite losses.
 _CUT_OFF = 1e-15
+#: It cannot compose what has next to no finite losses.
+_LOST = 1 - 1e-9
 #: At a smaller δ the rounding of dp_accounting's Fourier transforms would count.
 _LEAST_DELTA = 1e-12
 
@@ -97,6 +99,8 @@ class LossDistributionAccountant(dp_accounting.PrivacyAccountant):
         total = identity(min(by_interval, default=_USUAL))
         for interval in sorted(by_interval):  # from fine to coarse
             total = coarsened(total, interval)
+            if max(total._pmf_remove._infinity_mass, total._pmf_add._infinity_mass) > _LOST:
+                return None
             for losses in by_interval[interval]:
                 total = total.compose(losses)
         if self._log_whole:
@@ -157,7 +161,11 @@ def coarsened(losses, interval):
         ends = np.float64([pmf._lower_loss, pmf._lower_loss + pmf.size - 1])
         low, high = ends * (pmf._discretization / interval)
         low, high = math.floor(low), math.ceil(high)
-        deltas = pmf.get_delta_for_epsilon(interval * np.arange(low, high + 1))
+        with np.errstate(over="ignore", invalid="ignore"):  # exp(ε) of large ε
+            deltas = pmf.get_delta_for_epsilon(interval * np.arange(low, high + 1))
+        # δ falls: where it is not a number, that of the next smaller ε is a bound.
+        known = np.fmin.accumulate(np.append(1.0, deltas))[1:]
+        deltas = np.where(np.isnan(deltas), known, deltas)
         falling = np.maximum.accumulate(np.clip(deltas, 0.0, 1.0)[::-1])[::-1]  # but for rounding
         return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, falling)
 
