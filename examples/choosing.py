@@ -11,7 +11,8 @@ character), and visits to a doctor (the RAND health insurance experiment, a tabl
 (WordNet, a bag of words) and incomes (Adult, a linear model). 1% of the training examples of the
 first four are declared public, for optimizers that need such data, and are in no private batch of
 any. See `dp_keras_opt.tuning.compare` for the protocol: settings are searched for at each ε, by as
-many trials for each hyper-parameter.
+many trials for each hyper-parameter, and a learning rate that is best at an end of its range is
+followed further.
 
 Writes results-TASK.csv (every run), TASK.md (a table) and TASK.png to output/choosing.
 """

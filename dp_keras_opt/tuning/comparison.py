@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -66,6 +67,7 @@ def compare(
     trials: int = 5,
     seeds: int = 3,
     search_at: float | None = None,
+    extend: bool = True,
     results: Path | None = None,
     name: str = "task",
     verbose: int = 1,
@@ -76,7 +78,9 @@ def compare(
     For each candidate and at each ε, some settings are trained and the best by `task.validation` is
     chosen; with it, models from `seeds` other initial weights are trained and scored by
     `task.test`. A candidate gets `trials` settings for each of its hyper-parameters, so that none
-    is searched more thinly than another.
+    is searched more thinly than another. Where the best learning rate is the highest or the lowest
+    of those tried, it is followed further, until the next one is no better: so that no candidate
+    wins by a range that suits it.
 
     Guarantee: each model alone is private at its ε; *the comparison is not*. It publishes
     scores of many models trained on the same data. Do it on public data of the same kind, and
@@ -93,6 +97,7 @@ def compare(
         seeds: runs by which the chosen setting is judged, at least 1.
         search_at: None, or the one ε at which settings are tried, to be used at all: it saves most
             of the runs, and the best learning rate is not the same at all ε.
+        extend: whether learning rates are followed past the ends of their ranges.
         results: None, or a CSV file that every run is written to as it ends. What is there
             already is not run again, so that an interrupted comparison goes on.
         name: of the task, in that file.
@@ -122,8 +127,13 @@ def compare(
     for each in candidates:
         settings, chosen = tried[each.name], {}
         for epsilon in searches if len(settings) > 1 else ():
-            scores = [runner("validation", each, v, epsilon, 0, bar) for v in settings]
-            chosen[epsilon] = settings[task.better(scores)]
+            run = functools.partial(runner, "validation", each, epsilon=epsilon, seed=0, bar=bar)
+            scores = [run(values) for values in settings]
+            best = task.better(scores)
+            found = settings[best], scores[best]
+            if extend:
+                found = _followed(task, each, settings, *found, run)
+            chosen[epsilon] = found[0]
         for epsilon in epsilons:
             values = chosen.get(epsilon if search_at is None else searches[0], settings[0])
             scores = [runner("test", each, values, epsilon, s, bar) for s in range(1, seeds + 1)]
@@ -131,6 +141,32 @@ def compare(
     sign = -1 if task.higher_is_better else 1
     rows.sort(key=lambda row: (row["epsilon"], _last(sign * row["score"])))
     return Comparison(rows, task.higher_is_better)
+
+
+def _followed(task, candidate, settings, best, score, run):
+    """(The best setting, its score) where learning rates at an end of those tried are followed.
+
+    Args:
+        task: which says what is better.
+        candidate: in whose space they are.
+        settings: what was tried.
+        best, score: of them.
+        run: function from values to their score.
+    """
+    for name, (low, high) in candidate.space.items():
+        if not name.endswith("learning_rate"):
+            continue
+        tried = [values[name] for values in settings]
+        step = (high / low) ** (len(candidate.space) / len(settings))
+        for end, factor in ((max(tried), step), (min(tried), 1 / step)):
+            at_end = best[name] == end
+            while at_end:
+                further = best | {name: float(f"{best[name] * factor:.3g}")}
+                new = run(further)
+                at_end = task.better([score, new]) == 1
+                if at_end:
+                    best, score = further, new
+    return best, score
 
 
 class _Runner:
@@ -147,6 +183,7 @@ class _Runner:
                     self.known[key] = float(row["score"])
 
     def __call__(self, part, candidate, values, epsilon, seed, bar):
+        """The score of a run, by the part of the task's data with this name."""
         setting = json.dumps(values)
         key = (self.name, part, candidate.name, f"{epsilon:g}", f"{self.delta:g}", f"{seed}")
         key = (*key, setting, self.accountant)
@@ -157,6 +194,7 @@ class _Runner:
             self._write([*key[:-1], self.known[key], self.accountant])
         self.done += 1
         if bar:
+            bar.target = max(bar.target, self.done)  # those that follow a rate were not foreseen
             bar.update(self.done)
         return self.known[key]
 

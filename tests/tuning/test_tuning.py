@@ -4,6 +4,7 @@ import collections
 import csv
 import dataclasses
 import functools
+import json
 import math
 import pathlib
 
@@ -153,6 +154,7 @@ def test_compare_resumes_and_reports(task, tmp_path, monkeypatch):
     path = tmp_path / "results.csv"
     other = dataclasses.replace(SGD, name="other")
     options = {"trials": 2, "seeds": 2, "results": path, "name": "linear", "verbose": 0}
+    options["extend"] = False
     comparison = dp.tuning.compare(task, [SGD, other], (1.0, 4.0), DELTA, **options)
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -197,7 +199,7 @@ def test_each_hyperparameter_has_its_trials_and_one_epsilon_can_do(task, tmp_pat
     none = dp.tuning.candidate("none", "DPSGD", space={}, learning_rate=0.1)
     comparison = dp.tuning.compare(
         task, [SGD, two, none], (1.0, 4.0), DELTA, trials=2, seeds=1, search_at=4.0, results=path,
-        verbose=0,
+        verbose=0, extend=False,
     )  # fmt: skip
     with open(path, newline="", encoding="utf-8") as file:
         searched = [row for row in csv.DictReader(file) if row["part"] == "validation"]
@@ -207,6 +209,41 @@ def test_each_hyperparameter_has_its_trials_and_one_epsilon_can_do(task, tmp_pat
     for name in (SGD.name, "two", "none"):
         low, high = (row["values"] for row in comparison.rows if row["candidate"] == name)
         assert low == high
+
+
+@pytest.mark.parametrize("space", [(1e-4, 1e-3), (30.0, 300.0)])
+def test_a_rate_at_an_end_is_followed_until_it_is_no_better(task, space, tmp_path, monkeypatch):
+    path = tmp_path / "results.csv"
+    far = dp.tuning.candidate(
+        "far", "DPSGD", space={"learning_rate": space, "clip_norm": (0.95, 1.0)}
+    )
+    options = {"trials": 2, "seeds": 1, "results": path, "verbose": 0}
+    found = dp.tuning.compare(task, [far], (8.0,), DELTA, **options).rows[0]["values"]
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["part"] == "validation"]
+    tried = [(json.loads(row["values"]), float(row["score"])) for row in rows]
+    drawn, beyond = tried[:4], tried[4:]
+    rates = [values["learning_rate"] for values, _ in beyond]
+    upwards = space[0] < 1
+    assert len(rates) > 2 and sorted(rates, reverse=not upwards) == rates
+    np.testing.assert_allclose(np.diff(np.log(rates)), math.log(10) / 2 * (1 if upwards else -1),
+                               rtol=0.02)  # fmt: skip
+    best = min(drawn, key=lambda each: each[1])[0]
+    assert {values["clip_norm"] for values, _ in beyond} == {best["clip_norm"]}
+    scores = [score for _, score in beyond]
+    assert found == beyond[-2][0] and scores[-1] >= scores[-2]
+    assert scores[:-1] == sorted(scores[:-1], reverse=True)
+
+    monkeypatch.setattr(runs, "train", None)  # nothing is left to run
+    assert dp.tuning.compare(task, [far], (8.0,), DELTA, **options).rows[0]["values"] == found
+
+
+def test_a_rate_inside_is_not_followed(task, tmp_path):
+    path = tmp_path / "results.csv"
+    wide = dp.tuning.candidate("wide", "DPSGD", space={"learning_rate": (1e-4, 100.0)})
+    dp.tuning.compare(task, [wide], (8.0,), DELTA, trials=6, seeds=1, results=path, verbose=0)
+    with open(path, newline="", encoding="utf-8") as file:
+        assert len([row for row in csv.DictReader(file) if row["part"] == "validation"]) == 6
 
 
 def test_plot(task):
