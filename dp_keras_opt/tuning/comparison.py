@@ -89,7 +89,7 @@ def compare(
     Args:
         task: a `Task` with a `test` part.
         candidates: names of `CANDIDATES`, or `Candidate` objects; by default, all those that the
-            task has the data for.
+            task has the data for, and whose epochs or rounds of groups are no longer than a run.
         epsilons: the budgets, each for one run.
         delta: their δ.
         trials: settings to try for each hyper-parameter: two have twice as many. 1 takes the middle
@@ -108,8 +108,8 @@ def compare(
         A `Comparison`.
 
     Raises:
-        ValueError: a candidate is not known, needs public data that the task lacks, or the task has
-            no test data.
+        ValueError: a candidate is not known, needs public data that the task lacks, or trains for
+            whole epochs that are longer than a run; or the task has no test data.
     """
     if task.test is None:
         raise ValueError("compare judges by data that chose nothing: give the Task a `test` part.")
@@ -222,11 +222,12 @@ def _settings(candidate, trials):
 def _resolved(candidates, task) -> list[Candidate]:
     """The `Candidate` objects meant."""
     if candidates is None:
-        return [each for each in CANDIDATES.values() if task.public or not each.needs_public]
+        return [each for each in CANDIDATES.values() if task.takes(each)]
     found = [get(each) for each in candidates]
     for each in found:
         if each.needs_public:
             runs.need_public(task, each)
+        task.steps_of(each)
     return found
 
 

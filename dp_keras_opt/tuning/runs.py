@@ -74,12 +74,30 @@ class Task:
         return data.cyclic_poisson(self.train, size, candidate.groups, steps, **common)
 
     def steps_of(self, candidate: Candidate) -> int:
-        """How many steps a run takes: whole rounds of the groups, or whole epochs."""
-        unit = candidate.groups
-        if candidate.balls_in_bins:
-            count = len(keras.tree.flatten(self.train)[0])
-            unit = accounting.Sampling.balls_in_bins(count, self.batch_size).steps_per_epoch
-        return max(self.steps // unit, 1) * unit
+        """How many steps a run takes: whole rounds of the groups, or whole epochs.
+
+        Raises:
+            ValueError: one of these has more steps than a run.
+        """
+        unit = self._round_of(candidate)
+        if unit > self.steps:
+            raise ValueError(
+                f"{candidate.name} trains for whole rounds of {unit} steps (of the groups, or of "
+                f"an epoch), and a run has {self.steps}: it would train longer than others. Leave "
+                "it out, or give the Task more steps."
+            )
+        return self.steps // unit * unit
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Whether the task has the data, and the steps, that a candidate needs."""
+        has_data = self.public is not None or not candidate.needs_public
+        return has_data and self._round_of(candidate) <= self.steps
+
+    def _round_of(self, candidate):
+        if not candidate.balls_in_bins:
+            return candidate.groups
+        count = len(keras.tree.flatten(self.train)[0])
+        return accounting.Sampling.balls_in_bins(count, self.batch_size).steps_per_epoch
 
 
 def optimizer_for(task, candidate, values, sampling, epsilon, delta, **budget):

@@ -147,6 +147,18 @@ def test_balls_in_bins_take_whole_epochs(task):
     assert model.optimizer.noise_multiplier == pytest.approx(sigma, rel=1e-3)
 
 
+def test_whole_epochs_that_are_longer_than_a_run_are_refused(task):
+    """They would be trained longer than others, which takes more than it shows."""
+    candidate = dp.tuning.CANDIDATES["DPSGD, momentum, balls in bins"]
+    short = dataclasses.replace(task, steps=9)  # an epoch has ten
+    assert task.takes(candidate) and not short.takes(candidate)
+    assert not dataclasses.replace(task, public=None).takes(dp.tuning.CANDIDATES["AdaDPS"])
+    with pytest.raises(ValueError, match="whole rounds of 10 steps .* a run has 9"):
+        dp.tuning.compare(short, [candidate], (1.0,), DELTA, verbose=0)
+    with pytest.raises(ValueError, match="whole rounds of 8 steps"):
+        dataclasses.replace(task, steps=7).steps_of(dp.tuning.CANDIDATES["DPAdam, banded noise"])
+
+
 # Comparisons.
 
 
