@@ -226,7 +226,7 @@ def compared(name, options, candidates, epsilons, **how):
         task = dataclasses.replace(task, steps=8)
         options.trials, options.seeds = 1, 1
     if candidates is not None:  # without those whose epochs are longer than a run
-        candidates = [each for each in candidates if task.takes(dp.tuning.CANDIDATES[each])]
+        candidates = [each for each in candidates if task.takes(dp.tuning.get(each))]
     comparison = dp.tuning.compare(
         task, candidates, epsilons, DELTA, trials=options.trials, seeds=options.seeds, name=name,
         results=options.output / f"results-{name}{'-quick' * options.quick}.csv", **how,
