@@ -134,19 +134,19 @@ def test_a_coarser_grid_is_above():
         ) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("sigma", [0.1, 0.05, 0.02, 0.01, 0.005, 0.001])
+@pytest.mark.parametrize("sigma", [0.05, 0.02, 0.005])
 def test_several_levels_of_next_to_no_noise_are_priced(sigma):
     """Losses above 709 made δ of the coarser grid NaN, and a search for a noise multiplier fail."""
 
     def price(*levels, name="auto"):
-        run = segment(CLOTHES, 8, sigma, schedule=schedules.get([*levels]))
+        run = segment(CLOTHES, 3, sigma, schedule=schedules.get([*levels]))
         return spent(run, delta=1e-5, name=name)
 
-    mixed = np.geomspace(0.6, 1.4, 8)
-    assert price(*[1.4] * 8) <= price(*mixed) <= price(*mixed, name="rdp") < math.inf
+    mixed = np.geomspace(0.6, 1.4, 3)
+    assert price(*[1.4] * 3) <= price(*mixed) <= price(*mixed, name="rdp") < math.inf
     assert price(*mixed) <= price(*mixed, name="pld")
     if sigma >= 0.05:  # below, "pld" rounds up to infinity
-        assert price(*mixed) <= price(*[0.6] * 8)
+        assert price(*mixed) <= price(*[0.6] * 3)
 
 
 def test_a_coarser_grid_keeps_the_order_of_profiles():
