@@ -90,13 +90,18 @@ class Candidate:
     def _at(self, point):
         """The values at a point of the unit cube."""
         ranges = zip(self.space.items(), point, strict=True)
-        return {name: float(f"{low * (high / low) ** x:.3g}") for (name, (low, high)), x in ranges}
+        return {name: three_digits(low * (high / low) ** x) for (name, (low, high)), x in ranges}
 
     @property
     def needs_public(self) -> bool:
         """Whether it needs public data."""
         plan = RunInfo(steps=self.groups * 8, batch_size=64, clip_norm=1.0)
         return self.make(plan, **self.middle()).needs_public
+
+
+def three_digits(value: float) -> float:
+    """A value as it is tried, and written to files: rounded to three digits."""
+    return float(f"{value:.3g}")
 
 
 def candidate(

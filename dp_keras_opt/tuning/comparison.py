@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from dp_keras_opt.tuning import runs
-from dp_keras_opt.tuning.candidates import CANDIDATES, get
+from dp_keras_opt.tuning.candidates import CANDIDATES, get, three_digits
 from dp_keras_opt.types import Accountant, Path
 
 if TYPE_CHECKING:
@@ -129,11 +129,10 @@ def compare(
         for epsilon in searches if len(settings) > 1 else ():
             run = functools.partial(runner, "validation", each, epsilon=epsilon, seed=0, bar=bar)
             scores = [run(values) for values in settings]
-            best = task.better(scores)
-            found = settings[best], scores[best]
             if extend:
-                found = _followed(task, each, settings, *found, run)
-            chosen[epsilon] = found[0]
+                chosen[epsilon] = _followed(task, each, settings, scores, run)
+            else:
+                chosen[epsilon] = settings[task.better(scores)]
         for epsilon in epsilons:
             values = chosen.get(epsilon if search_at is None else searches[0], settings[0])
             scores = [runner("test", each, values, epsilon, s, bar) for s in range(1, seeds + 1)]
@@ -143,30 +142,30 @@ def compare(
     return Comparison(rows, task.higher_is_better)
 
 
-def _followed(task, candidate, settings, best, score, run):
-    """(The best setting, its score) where learning rates at an end of those tried are followed.
+def _followed(task, candidate, settings, scores, run):
+    """The best setting, where learning rates at an end of those tried are followed further.
 
     Args:
         task: which says what is better.
         candidate: in whose space they are.
-        settings: what was tried.
-        best, score: of them.
+        settings, scores: what was tried, and what came out.
         run: function from values to their score.
     """
+    place = task.better(scores)
+    best, score = settings[place], scores[place]
     for name, (low, high) in candidate.space.items():
         if not name.endswith("learning_rate"):
             continue
         tried = [values[name] for values in settings]
         step = (high / low) ** (len(candidate.space) / len(settings))
         for end, factor in ((max(tried), step), (min(tried), 1 / step)):
-            at_end = best[name] == end
-            while at_end:
-                further = best | {name: float(f"{best[name] * factor:.3g}")}
+            while best[name] == end:
+                further = best | {name: three_digits(end * factor)}
                 new = run(further)
-                at_end = task.better([score, new]) == 1
-                if at_end:
-                    best, score = further, new
-    return best, score
+                if task.better([score, new]) == 0:
+                    break
+                best, score, end = further, new, further[name]
+    return best
 
 
 class _Runner:
@@ -227,7 +226,7 @@ def _resolved(candidates, task) -> list[Candidate]:
     for each in found:
         if each.needs_public:
             runs.need_public(task, each)
-        task.steps_of(each)
+        task.steps_of(each)  # refuses rounds that are longer than a run
     return found
 
 
