@@ -7,7 +7,8 @@ import tensorflow as tf
 
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Batch
-from dp_keras_opt.clipping.self_check import checked_engines
+from dp_keras_opt.clipping.self_check import checked_engines, independence
+from dp_keras_opt.clipping.self_check.passes import Pass
 
 layers, ops = keras.layers, keras.ops
 pytestmark = pytest.mark.filterwarnings("ignore:Arrays given to fit", "ignore:Your input ran out")
@@ -954,3 +955,49 @@ def test_code_of_others_is_checked_anew_when_it_is_compiled_again(what):
     phases.second = layer.state["second"] = True
     with pytest.raises(ValueError, match="mixes"):
         _compiled(model, loss).fit(train, verbose=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("full", [True, False])
+def test_behind_the_largest_number_sums_overflow_in_one_order_only(dtype, full):
+    """Max pooling of missing numbers gives it on some processors: no layer mixes anything there."""
+    end = np.finfo(dtype).max if full else 1.0
+
+    def given(after):
+        rows = len(after)
+        pooled = np.full((rows, 4), -end, dtype)
+        return Pass(
+            np.ones(rows, dtype), [("pool", pooled), ("dense", np.array(after, dtype))], False
+        )
+
+    first, alone = given([[1.0], [2.0]]), given([[np.nan], [np.nan], [np.nan]])
+    places = [(slice(0, 1), slice(place, place + 1)) for place in range(3)]
+    if full:
+        independence._compare("The loss", first, alone, places, other_kernels=True)
+    else:
+        with pytest.raises(ValueError, match="'dense'"):
+            independence._compare("The loss", first, alone, places, other_kernels=True)
+    with pytest.raises(ValueError, match="'dense'"):  # in the same order of sums there is no excuse
+        independence._compare("The loss", first, alone, places)
+
+
+def test_a_small_network_with_average_and_max_pooling_is_taken():
+    layers = keras.layers
+    model = dp.make_private(
+        keras.Sequential(
+            [
+                keras.Input((28, 28, 1)),
+                layers.AveragePooling2D(2),
+                layers.Conv2D(8, 5, strides=2, padding="same", activation="tanh"),
+                layers.Conv2D(16, 5, strides=2, padding="same", activation="tanh"),
+                layers.MaxPool2D(2),
+                layers.Flatten(),
+                layers.Dense(32, activation="tanh"),
+                layers.Dense(10),
+            ]
+        )
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0), loss)
+    x, y = np.zeros((64, 28, 28, 1), "float32"), np.zeros(64, "int32")
+    model.fit(dp.data.poisson_batches((x, y), 16), epochs=1, verbose=0)
