@@ -39,7 +39,7 @@ from dp_keras_opt.types import Accountant, Path
 
 if TYPE_CHECKING:
     from dp_keras_opt.clipping.query import Query
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 _CHANGED = (
     "The weights were changed since by something that is not a private step (set_weights, an "

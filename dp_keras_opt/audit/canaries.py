@@ -24,6 +24,7 @@ from dp_keras_opt.audit.f_dp import gaussian_epsilon, gaussian_mu_bound
 from dp_keras_opt.clipping import Batch, clip_groups, losses_and_outputs
 from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.clipped_sum import clip_factor, norms_by_group
+from dp_keras_opt.clipping.geometry import seen_by
 from dp_keras_opt.data import poisson_batches
 from dp_keras_opt.types import Accountant
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from dp_keras_opt.clipping.query import Query
     from dp_keras_opt.data import Batches
     from dp_keras_opt.model import DPModel
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 
 #: How much speaks for the presence of each canary; see `canary_audit`.
@@ -134,6 +135,7 @@ def inclusion_estimates(
         if part.is_public or query.square:
             continue
         groups = clip_groups(model, query)
+        gradients = seen_by(query, gradients, model.trainable_variables, canaries.num_rows)
         norms = norms_by_group(query, gradients, groups, canaries.num_rows)
         lengths = norms_by_group(query._replace(norm="l2"), gradients, groups, canaries.num_rows)
         scale = query.scale or [1.0] * len(gradients)

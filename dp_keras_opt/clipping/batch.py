@@ -41,9 +41,21 @@ class Batch(NamedTuple):
         return None if by_row else int(self.mask.shape[1])  # never by row because K is unknown
 
 
-def valid_rows(batch: Batch, losses: tf.Tensor) -> tf.Tensor:
-    """Which rows are private and no padding, boolean (B,), for losses (B,)."""
-    return tf.fill(tf.shape(losses), True) if batch.mask is None else tf.reshape(batch.mask, [-1])
+def valid_rows(batch: Batch, losses: tf.Tensor, *, weighted: bool = False) -> tf.Tensor:
+    """Which rows are private and no padding, boolean (B,), for losses (B,).
+
+    Args:
+        batch, losses: of the rows.
+        weighted: whether those that have no weight but 0 do not count either.
+    """
+    valid = tf.fill(tf.shape(losses), True)
+    if batch.mask is not None:
+        valid = tf.reshape(batch.mask, [-1])
+    weights = [w for w in tf.nest.flatten(batch.sample_weight) if w is not None]
+    if weighted and weights:
+        given = [tf.reduce_any(w != 0, axis=range(1, w.shape.rank)) for w in weights]
+        valid &= tf.reduce_any(given, axis=0)
+    return valid
 
 
 def map_leaves(function: Any, structure: Any) -> Any:

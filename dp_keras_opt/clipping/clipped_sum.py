@@ -14,6 +14,7 @@ from dp_keras_opt.clipping.batch import Batch, map_leaves, valid_rows
 from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.engines import Engines, engines_for
 from dp_keras_opt.clipping.factors import zeroing
+from dp_keras_opt.clipping.geometry import seen_by
 from dp_keras_opt.clipping.grouped_rows import PerUnit
 from dp_keras_opt.clipping.groups import clip_groups
 from dp_keras_opt.clipping.query import Query
@@ -53,7 +54,8 @@ def clipped_sums(
 
     For a query of geometry s and bound C it is Σ_i clip(s ⊙ g_i; C) over the rows (or users) i with
     their gradients g_i, where clip(v; C) = v·min(1, C/‖v‖): computed as s ⊙ Σ_i w_i g_i with
-    w_i = min(1, C/‖s ⊙ g_i‖), so that no gradient of a single row need be written down.
+    w_i = min(1, C/‖s ⊙ g_i‖), so that no gradient of a single row need be written down. With a
+    centre a, g_i − a stands for g_i; with a matrix M as geometry, M stands for s.
 
     Args:
         model: a built model.
@@ -88,16 +90,20 @@ def clipped_sums(
     losses, y_pred, found = gradients_for(
         queries, model, batch, per_example_loss, engines or engines_for(model), loss_scale
     )
-    rows = units = [PerUnit(losses, valid_rows(batch, losses), gradients) for gradients in found]
+    valid = valid_rows(batch, losses, weighted=any(q.centre is not None for q in queries))
+    rows = units = [PerUnit(losses, valid, gradients) for gradients in found]
     if batch.rows_per_user is not None:  # all at the weights as they are, and grouped once
         units = [each.grouped(batch.mask) for each in rows[:1]] * len(rows)
     sums, non_finite = [], 0
     for query, per_row, per_unit in zip(queries, rows, units, strict=True):
-        groups = clip_groups(model, query)
+        groups, variables = clip_groups(model, query), model.trainable_variables
+        used = per_row if query.population == "public" else per_unit
+        count = tf.shape(used.losses)[0]
+        used = used._replace(gradients=seen_by(query, used.gradients, variables, count))
         if query.population == "public":
-            total = _public_mean(query, groups, per_row, batch.public, model.trainable_variables)
+            total = _public_mean(query, groups, used, batch.public, variables)
         else:
-            total, non_finite = _clipped_sum(query, groups, per_unit, model.trainable_variables)
+            total, non_finite = _clipped_sum(query, groups, used, variables)
         sums.append(total)
     return ClippedSums(sums, losses, y_pred, non_finite)
 

@@ -6,7 +6,7 @@ each example's gradient, and a weighted sum over the examples. In shapes below, 
 rows.
 
 A norm must not come out too small, or the bound would break. Where terms cancel, rounding could
-make it so; `_with_rounding` then adds what rounding may have taken (`precision` has the proof).
+make it so; `with_rounding` then adds what rounding may have taken (`precision` has the proof).
 """
 
 import abc
@@ -71,7 +71,8 @@ class Factor(abc.ABC):
     def inner(self, direction):
         """⟨gradient_b, direction⟩ for each example b, (B,); `direction` in the variable's shape."""
         gradients = self.materialize()
-        return tf.tensordot(gradients, direction, gradients.shape.rank - 1)
+        axes = gradients.shape.rank - 1
+        return in_full(lambda g, d: tf.tensordot(g, d, axes), gradients, direction)
 
     @abc.abstractmethod
     def mapped(self, function):
@@ -159,11 +160,11 @@ class OuterProducts(Factor):
             return _l2_squared(_scaled(self._materialized(), matrix))
         terms = self.terms("l2", scale)
         if positions is not None and matrix is None and self._gram_is_cheaper:
-            return _with_rounding(self._gram_norm(), terms, products=True)
+            return with_rounding(self._gram_norm(), terms, products=True)
         if positions is not None and matrix is not None and self._pairs_are_cheaper:
-            return _with_rounding(self._norm_of_pairs(matrix), terms, products=True)
+            return with_rounding(self._norm_of_pairs(matrix), terms, products=True)
         total = sum(_l2_squared(block) for block in self._blocks(matrix))
-        return _with_rounding(total, terms)
+        return with_rounding(total, terms)
 
     def l1_norm(self, scale=None):
         matrix = None if scale is None else self._as_matrix(scale)
@@ -172,7 +173,7 @@ class OuterProducts(Factor):
         if self._is_small:
             return _l1(_scaled(self._materialized(), matrix))
         total = sum(_l1(block) for block in self._blocks(matrix))
-        return total + _l1_rounding(self.terms("l1", scale))
+        return total + l1_rounding(self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         sizes = self._sizes_of_terms(norm, scale)
@@ -276,6 +277,11 @@ class OuterProducts(Factor):
         return tf.reshape(matrix, self.shape)
 
     @property
+    def is_matrix(self):
+        """Whether they are gradients of one matrix: all axes but the last together, the last."""
+        return self._sizes[0] == 1 and self._is_in_order and self._sizes[3] == self.shape[-1]
+
+    @property
     def _is_in_order(self):
         return self.order == tuple(range(len(self.order)))
 
@@ -347,7 +353,7 @@ class Lookup(Factor):
             return _l2_squared(self.deltas * scales)
         sums, repeats = self._sums()
         squares = tf.reduce_sum(tf.square(sums * scales), axis=2) / repeats
-        return _with_rounding(tf.reduce_sum(squares, axis=1), self.terms("l2", scale))
+        return with_rounding(tf.reduce_sum(squares, axis=1), self.terms("l2", scale))
 
     def l1_norm(self, scale=None):
         scales = 1.0 if scale is None else tf.gather(scale, self.ids)
@@ -355,7 +361,7 @@ class Lookup(Factor):
             return _l1(self.deltas * scales)
         sums, repeats = self._sums()
         total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
-        return total + _l1_rounding(self.terms("l1", scale))
+        return total + l1_rounding(self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         deltas = self.deltas if scale is None else self.deltas * tf.gather(scale, self.ids)
@@ -407,14 +413,15 @@ class TiedTable(Factor):
     def __init__(self, lookup, products):
         self.lookup = lookup
         self.products = products
+        self.shape = lookup.shape
 
     def squared_norm(self, scale=None):
         lookup, products = self.lookup.squared_norm(scale), self.products.squared_norm(scale)
         total = tf.maximum(lookup + products + 2 * self._cross(scale), 0.0)
-        return _with_rounding(total, self.terms("l2", scale), products=True)
+        return with_rounding(total, self.terms("l2", scale), products=True)
 
     def l1_norm(self, scale=None):
-        return super().l1_norm(scale) + _l1_rounding(self.terms("l1", scale))
+        return super().l1_norm(scale) + l1_rounding(self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         (one, count), (other, more) = (
@@ -465,20 +472,21 @@ class Mapped(Factor):
 
     def __init__(self, inner, function, stretch):
         self.inner_factor, self.function, self.stretch = inner, function, stretch
+        self.shape = inner.shape
 
     def squared_norm(self, scale=None):
         gradients = self.inner_factor.materialize()
         total = _l2_squared(_scaled(self.function(gradients), scale))
-        return _with_rounding(total, self.terms("l2", scale))
+        return with_rounding(total, self.terms("l2", scale))
 
     def l1_norm(self, scale=None):
         gradients = self.inner_factor.materialize()
         total = _l1(_scaled(self.function(gradients), scale))
-        return total + _l1_rounding(self.terms("l1", scale))
+        return total + l1_rounding(self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         """Those before the map: it may take most of them away, and leave their rounding."""
-        shape, stretch = self.inner_factor.shape, self.stretch
+        shape, stretch = self.shape, self.stretch
         mixed = [axis for axis, size in enumerate(stretch.shape) if size == 1]
         if scale is not None:
             stretch *= tf.reduce_max(scale, axis=mixed, keepdims=True)
@@ -566,7 +574,7 @@ def _unit_range(tensor, axis):
     return tf.math.divide_no_nan(tensor, largest), largest
 
 
-def _with_rounding(squared_norm, terms, products=False):
+def with_rounding(squared_norm, terms, products=False):
     """The squared norm of a sum of `terms` (as `Factor.terms` gives them), made safe.
 
     Rounding moves the sum, which is computed and released elsewhere, by at most ρ·Σ terms; and the
@@ -579,7 +587,7 @@ def _with_rounding(squared_norm, terms, products=False):
     return tf.square(tf.sqrt(squared_norm) + rounding(count) * total)
 
 
-def _l1_rounding(terms):
+def l1_rounding(terms):
     """What rounding may take from an L1 norm, (B,)."""
     total, count = terms
     return rounding(count) * total

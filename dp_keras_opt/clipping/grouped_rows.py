@@ -31,8 +31,9 @@ class PerUnit(NamedTuple):
         """
         size = mask.shape[1]
         losses = tf.reshape(tf.where(self.valid, self.losses, 0.0), (-1, size))
+        valid = tf.reduce_any(tf.reshape(self.valid, (-1, size)), axis=1)
         gradients = [g and g.keep(self.valid).grouped(size) for g in self.gradients]
-        return PerUnit(tf.reduce_sum(losses, axis=1), tf.reduce_any(mask, axis=1), gradients)
+        return PerUnit(tf.reduce_sum(losses, axis=1), valid, gradients)
 
 
 def shares(mask):

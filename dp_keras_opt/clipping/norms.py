@@ -11,6 +11,7 @@ from keras import tree
 from dp_keras_opt.clipping.batch import Batch, valid_rows
 from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.clipped_sum import norms_by_group
+from dp_keras_opt.clipping.geometry import seen_by
 from dp_keras_opt.clipping.grouped_rows import PerUnit
 from dp_keras_opt.clipping.groups import clip_groups
 from dp_keras_opt.clipping.query import UNCLIPPED
@@ -91,7 +92,9 @@ def _norms(model, batch, query, batch_size):
         units = PerUnit(losses, valid_rows(part, losses), gradients)
         if part.rows_per_user is not None:
             units = units.grouped(part.mask)
-        norms.append(np.stack(norms_by_group(query, units.gradients, groups, len(units.losses))))
+        count = len(units.losses)
+        seen = seen_by(query, units.gradients, model.trainable_variables, count)
+        norms.append(np.stack(norms_by_group(query, seen, groups, count)))
     return np.concatenate(norms, axis=1)
 
 

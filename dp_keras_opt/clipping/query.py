@@ -55,6 +55,11 @@ class Query(NamedTuple):
         points: None for the gradient at the weights w; or a list of `Point`, and what stands for an
             example's gradient above is Σ_k c_k ∇loss(w + d_k). Each takes a forward and a backward
             pass. Losses and outputs of a step are those at the first point.
+        geometry: in the place of `scale`, a geometry M that is a matrix (`clipping.geometry`): each
+            example contributes M·gradient, clipped.
+        centre: a, one tensor per trainable variable; None for 0. What stands for an example's
+            gradient g is g − a. One of weight 0 contributes nothing, and not clip(−a): it stands
+            for one that is not there.
 
     Reference: Bu, Wang, Zha and Karypis, "Automatic clipping: differentially private deep learning
     made easier and stronger", NeurIPS 2023, arXiv:2206.07136 (`normalize`).
@@ -71,6 +76,8 @@ class Query(NamedTuple):
     directions: Any = None
     counts: bool = False
     points: Sequence[Point] | None = None
+    geometry: Any = None
+    centre: Sequence[Any] | None = None
 
     @property
     def sensitivity(self) -> float | tf.Tensor:

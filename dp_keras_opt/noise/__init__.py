@@ -13,7 +13,8 @@ from dp_keras_opt.noise.identifiers import get
 from dp_keras_opt.noise.laplace import Laplace
 from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release
 from dp_keras_opt.noise.planner import Option, Planned, options
-from dp_keras_opt.noise.release import Released, release
+from dp_keras_opt.noise.release import release
+from dp_keras_opt.noise.released import Released
 from dp_keras_opt.noise.unbanded import BandedInverseSquareRoot, BufferedToeplitz, LambdaCGD
 from dp_keras_opt.noise.workload import Workload, prefix_sum_rmse
 

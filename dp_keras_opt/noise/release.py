@@ -4,47 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
+from dp_keras_opt.noise.released import Released
 from dp_keras_opt.noise.source import NoiseSource
-
-
-class Released(NamedTuple):
-    """A privatized statistic. All that is computed from it is post-processing and free.
-
-    Attributes:
-        value: one float32 tensor per trainable variable, in the geometry of the query.
-        noise_std: std of the noise in each coordinate of `value`, a scalar; or a list of one tensor
-            per variable, where coordinates differ.
-        square: for the statistic "mean_and_square", the noisy squares of the mean; else None.
-        scale: the geometry s of the query, one tensor per variable, or None for 1: `value` is the
-            noisy mean of s ⊙ gradient.
-        shares: for the statistic "mean_and_counts", the noisy share of the units below each bound,
-            (L,), with the expected batch size for their number; else None.
-    """
-
-    value: list[tf.Tensor]
-    noise_std: float | tf.Tensor | list[tf.Tensor]
-    square: list[tf.Tensor] | None = None
-    scale: Sequence[tf.Tensor] | None = None
-    shares: tf.Tensor | None = None
-
-    def unscaled(self) -> Released:
-        """The same statistic in the coordinates of the gradient: value and noise over s."""
-        if self.scale is None:
-            return self
-        std = self.noise_std
-        stds = std if isinstance(std, list) else [std] * len(self.value)
-        square = self.square and [q / s**2 for q, s in zip(self.square, self.scale, strict=True)]
-        return Released(
-            [value / s for value, s in zip(self.value, self.scale, strict=True)],
-            [std / s for std, s in zip(stds, self.scale, strict=True)],
-            square,
-        )
 
 
 def release(
@@ -96,7 +63,7 @@ def release(
             continue
         if part.multiplier == 0:  # without noise, also where the clip norm is infinite: 0·∞ = 0
             mean = [value / batch_size for value in total]
-            answers.append(Released(mean, 0.0, scale=_scale_of(query)))
+            answers.append(Released(mean, 0.0, **_seen(query)))
             continue
         _check_norm(part, query.norm)
         scale = part.multiplier * alpha * query.sensitivity
@@ -104,13 +71,14 @@ def release(
         noise = part.mechanism.unit_noise([value.shape for value in total], source, (index, 0))
         noisy = _noisy(total, scale, noise, batch_size)
         noise_std = tf.cast(scale * std / batch_size, tf.float32)
-        answers.append(Released(noisy, noise_std, scale=_scale_of(query)))
+        answers.append(Released(noisy, noise_std, **_seen(query)))
     return answers
 
 
-def _scale_of(query):
-    """The geometry of the answer: where squares are summed, they are in that of s²."""
-    return [s**2 for s in query.scale] if query.square and query.scale else query.scale
+def _seen(query) -> dict[str, Any]:
+    """How the answer was seen; where squares are summed, they are in the geometry of s²."""
+    scale = [s**2 for s in query.scale] if query.square and query.scale else query.scale
+    return {"scale": scale, "geometry": query.geometry, "centre": query.centre}
 
 
 def _noisy(values, scale, noise, divisor=1.0):
@@ -148,7 +116,7 @@ def _mean_and_counts(part, query, total, batch_size, alpha, source, index):
     return Released(
         _noisy(sums, on_sum, noise[:-1], batch_size),
         tf.cast(on_sum * std / batch_size, tf.float32),
-        scale=query.scale,
+        **_seen(query),
         shares=0.5 + _noisy([counts], part.count_noise * alpha, noise[-1:], batch_size)[0],
     )
 
@@ -164,7 +132,7 @@ def _mean_and_square(part, query, total, batch_size, alpha, source, index):
         mean = [g * factor for g in mean]
     square = [tf.square(g) for g in mean]
     if part.multiplier == 0:
-        return Released(mean, 0.0, square, query.scale)
+        return Released(mean, 0.0, square, **_seen(query))
     _check_norm(part, query.norm)
     scale = part.multiplier * alpha * joint.sensitivity(query.clip_norm, batch_size)
     shapes = [g.shape for g in mean]
@@ -175,5 +143,5 @@ def _mean_and_square(part, query, total, batch_size, alpha, source, index):
         _noisy(mean, scale, on_mean),
         tf.cast(scale * std, tf.float32),
         _noisy(square, scale / joint.weight**0.5, on_square),
-        query.scale,
+        **_seen(query),
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dp_keras_opt.accounting.sampling import Sampling
     from dp_keras_opt.clipping.query import Query
     from dp_keras_opt.noise.mechanism import Release
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 
 class AdaptiveOptimizer(PrivateOptimizer):

@@ -31,7 +31,7 @@ from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
     from dp_keras_opt.clipping.query import Query
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 _Ablation = Literal["extra_query", "noise_before_preconditioning"]
 

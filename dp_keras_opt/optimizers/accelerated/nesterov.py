@@ -12,7 +12,7 @@ from keras import ops
 from dp_keras_opt.optimizers.accelerated.velocity import WithVelocity
 
 if TYPE_CHECKING:
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")

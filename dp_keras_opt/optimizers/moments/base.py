@@ -15,7 +15,7 @@ from dp_keras_opt.noise.mechanism import Release
 
 if TYPE_CHECKING:
     from dp_keras_opt.accounting.sampling import Sampling
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 
 class Rule(Protocol):

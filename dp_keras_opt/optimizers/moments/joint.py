@@ -21,7 +21,7 @@ from dp_keras_opt.types import Adjacency
 
 if TYPE_CHECKING:
     from dp_keras_opt.accounting.sampling import Sampling
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 
 class JointRelease(SecondMoment, abc.ABC):

@@ -16,7 +16,7 @@ from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.optimizers.moments.base import Rule, SecondMoment
 
 if TYPE_CHECKING:
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")

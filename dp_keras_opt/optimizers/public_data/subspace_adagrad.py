@@ -21,7 +21,7 @@ from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseSchedul
 from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 if TYPE_CHECKING:
-    from dp_keras_opt.noise.release import Released
+    from dp_keras_opt.noise.released import Released
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
