@@ -10,6 +10,7 @@ from dp_keras_opt.optimizers.filters import (
     optimal_weights,
 )
 from dp_keras_opt.optimizers.kalman import DiSK
+from dp_keras_opt.optimizers.per_example_momentum import PerExampleMomentum
 from dp_keras_opt.optimizers.sharpness import SharpnessAware
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LowPass",
     "OptimalFIR",
     "PRESETS",
+    "PerExampleMomentum",
     "SharpnessAware",
     "autocorrelation",
     "get",

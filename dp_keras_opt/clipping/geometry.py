@@ -52,7 +52,8 @@ class Kronecker(NamedTuple):
 
     def deviations(self, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tensor]:
         """Std of each coordinate of M·z for standard normals z."""
-        squares = Kronecker(*([m if m is None else m**2 for m in side] for side in self[:2]))
+        left, right = ([m if m is None else m**2 for m in side] for side in (self.left, self.right))
+        squares = Kronecker(left, right)
         return [tf.sqrt(power) for power in squares.image([tf.ones(shape) for shape in shapes])]
 
 

@@ -9,6 +9,7 @@ from keras import ops
 
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
+from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import running_sum
@@ -55,6 +56,7 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
         normalize: bool = False,
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
+        geometry: Geometry | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -73,6 +75,7 @@ class DPAdagrad(AdaptiveOptimizer, keras.optimizers.Adagrad):
             normalize=normalize,
             gradient_filter=gradient_filter,
             projection=projection,
+            geometry=geometry,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

@@ -49,6 +49,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
     linear = True
 
     takes_projection = True
+    takes_geometry = True
 
     def __init__(
         self, *args: Any, second_moment: SecondMomentLike = "post_processing", **kwargs: Any
@@ -57,6 +58,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
         self.epsilon = float(self.epsilon)  # a NumPy number would bring its dtype along
         self.second_moment = second_moment
         self.second_moment.check(self)
+        self._check_geometry()
 
     # The rule.
 
@@ -99,6 +101,11 @@ class AdaptiveOptimizer(PrivateOptimizer):
         super()._check_projection()
         self.second_moment.check_projection()
 
+    def _check_geometry(self):
+        super()._check_geometry()
+        if self.geometry is not None and "second_moment" in vars(self._untracked):
+            self.second_moment.check_geometry(type(self.geometry).__name__)
+
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         return self.second_moment.releases(self, noise_multiplier)
 
@@ -111,7 +118,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
         return self.second_moment.needs_public
 
     def update(self, released: Sequence[Released]) -> None:
-        answer = released[0].unscaled()
+        answer = self._answer(released)
         gradients = self._projected(self._regularized(answer.value))
         self._update_second_moment(released, gradients)
         self._step(self._filtered(gradients, answer.noise_std))

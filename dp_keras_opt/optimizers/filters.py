@@ -422,6 +422,21 @@ def get(identifier: Filter | str | Mapping[str, Any] | None) -> Filter | None:
     return copy.copy(identifier)
 
 
+def inner(outer: str, identifier: Filter | str | Mapping[str, Any] | None) -> Filter | None:
+    """The filter that goes on with what another one gives, which chooses the points.
+
+    Raises:
+        ValueError: it chooses points, too.
+    """
+    then = get(identifier)
+    if then is not None and then.chooses_points:
+        raise ValueError(
+            f"{outer} chooses where the gradient is taken, and {type(then).__name__} wants it "
+            "elsewhere. Give one of the two as gradient_filter."
+        )
+    return then
+
+
 def _coefficients(name, values):
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():

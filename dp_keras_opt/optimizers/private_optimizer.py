@@ -21,9 +21,10 @@ from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.noise.secure import SecureNoiseSource
 from dp_keras_opt.noise.source import NoiseSource
-from dp_keras_opt.optimizers import clip_norms, filters, settings
+from dp_keras_opt.optimizers import clip_norms, filters, geometries, settings
 from dp_keras_opt.optimizers import projection as projections
 from dp_keras_opt.optimizers.clip_norms import ClipNormSchedule
+from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.settings import (
     FilterLike,
@@ -109,6 +110,11 @@ class PrivateOptimizer(UpdatesOnce):
         "None, or an `optimizers.GaLore`: filter, moments and step live in low-dimensional "
         "subspaces of the weight matrices.",
     )
+    geometry = Setting(
+        lambda name, value: geometries.get(value),
+        "None, or an object of `dp_keras_opt.geometries`: in what coordinates, and around what, "
+        "examples are clipped.",
+    )
     secure_noise = Setting(
         settings.boolean,
         "whether the noise withstands attacks on floating-point numbers and on the random "
@@ -122,6 +128,9 @@ class PrivateOptimizer(UpdatesOnce):
 
     #: Whether the rule can work in a subspace: it moves the variables by `_move` alone.
     takes_projection = False
+
+    #: Whether all that is asked of private rows is one mean, so that it may have a geometry.
+    takes_geometry = False
 
     #: Settings that follow from other arguments, and are no part of the configuration.
     _derived_settings: frozenset[str] = frozenset()
@@ -153,6 +162,7 @@ class PrivateOptimizer(UpdatesOnce):
         normalize: bool = False,
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
+        geometry: Geometry | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -172,6 +182,7 @@ class PrivateOptimizer(UpdatesOnce):
         self.normalize = normalize
         self.gradient_filter = gradient_filter
         self.projection = projection
+        self.geometry = geometry
         self.secure_noise = secure_noise
         self.seed = seed
         if secure_noise and seed is not None:
@@ -180,6 +191,7 @@ class PrivateOptimizer(UpdatesOnce):
                 "subtract the noise. Leave one of them out."
             )
         self._check_quantile()
+        self._check_geometry()
         self.noise_source = SecureNoiseSource() if secure_noise else NoiseSource(seed)
 
     @property
@@ -209,6 +221,7 @@ class PrivateOptimizer(UpdatesOnce):
             return
         self._need_settled()
         self._check_quantile()
+        self._check_geometry()
         if self.projection is not None:
             self._check_projection()
             self.projection.select(variables)
@@ -230,6 +243,8 @@ class PrivateOptimizer(UpdatesOnce):
             self.projection.build(self)
         if self.gradient_filter is not None:
             self.gradient_filter.build(self, variables)
+        if self.geometry is not None:
+            self.geometry.build(self, variables)
 
     @property
     def plan(self) -> Plan | None:
@@ -363,6 +378,28 @@ class PrivateOptimizer(UpdatesOnce):
                 "DPRMSprop and DPYogi do."
             )
 
+    def _check_geometry(self):
+        """Refuses a geometry beside what has one of its own, or needs noise of one size."""
+        if self.geometry is None:
+            return
+        name = type(self.geometry).__name__
+        if not self.takes_geometry:
+            raise ValueError(
+                f"{type(self).__name__} does not take geometry={name}: it clips in a geometry of "
+                "its own, or asks for more than one mean of the private rows. DPSGD, DPAdam, "
+                "DPAdagrad, DPRMSprop, DPYogi, DPHeavyBall, DPNesterov and DPOptimizer do."
+            )
+        if self.projection is not None:
+            raise ValueError(
+                f"geometry={name} makes noise of other sizes in other directions, and a projection "
+                "would take the noisiest for those of the gradient. Leave one of them out."
+            )
+
+    def begin(self, model: keras.Model) -> None:
+        """Before the first step of a model that it was built for."""
+        if self.geometry is not None:
+            self.geometry.begin(self, model)
+
     def add_variable(
         self, shape: Sequence[int], initializer: Any = "zeros", *args: Any, **kwargs: Any
     ) -> keras.Variable:
@@ -436,10 +473,11 @@ class PrivateOptimizer(UpdatesOnce):
             clip_norm = tf.convert_to_tensor(self._found_clip_norms)
         elif clip_norm is None:
             clip_norm = self.current_clip_norm
-        return Query(
+        query = Query(
             scale, clip_norm, self.noise.norm, self.clipping, self.normalize, counts=counts,
             points=points,
         )  # fmt: skip
+        return query if self.geometry is None or not self.built else self.geometry.seen(self, query)
 
     def queries(self) -> tuple[Query, ...]:
         """The tuple of `Query` of this step, known before the data is touched; changes nothing."""
@@ -553,8 +591,15 @@ class PrivateOptimizer(UpdatesOnce):
         Args:
             released: the list of `noise.Released` that `noise.release` gave for `releases`.
         """
-        answer = released[0].unscaled()
+        answer = self._answer(released)
         self._apply(self._regularized(answer.value), answer.noise_std)
+
+    def _answer(self, released):
+        """The mean in the coordinates of the gradient, of which the geometry learns."""
+        answer = released[0].unscaled()
+        if self.geometry is not None:
+            self.geometry.update(self, released[0], answer)
+        return answer
 
     def adapt_clip_norm(self, released: Sequence[Released]) -> None:
         """Moves a clip norm that finds itself, after the update of a step, by the counts of it.

@@ -8,6 +8,7 @@ from keras import ops
 
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.adaptive import AdaptiveOptimizer
+from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import running_mean
@@ -56,6 +57,7 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         normalize: bool = False,
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
+        geometry: Geometry | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -77,6 +79,7 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
             normalize=normalize,
             gradient_filter=gradient_filter,
             projection=projection,
+            geometry=geometry,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

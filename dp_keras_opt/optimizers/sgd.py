@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import ops
 
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
+from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
@@ -38,6 +39,7 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
     """
 
     takes_projection = True
+    takes_geometry = True
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
         normalize: bool = False,
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
+        geometry: Geometry | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -71,6 +74,7 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
             normalize=normalize,
             gradient_filter=gradient_filter,
             projection=projection,
+            geometry=geometry,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

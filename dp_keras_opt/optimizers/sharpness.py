@@ -42,12 +42,7 @@ class SharpnessAware(Filter):
         if not (is_number(radius) and 0 < radius < float("inf")):
             raise ValueError(f"radius must be positive and finite, received {radius!r}.")
         self.radius = float(radius)
-        self.then = filters.get(then)
-        if self.then is not None and self.then.chooses_points:
-            raise ValueError(
-                f"SharpnessAware takes the gradient at one point, and {type(self.then).__name__} "
-                "wants it at others. Give one of the two as gradient_filter."
-            )
+        self.then = filters.inner("SharpnessAware", then)
 
     def build(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]

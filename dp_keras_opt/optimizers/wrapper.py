@@ -11,6 +11,7 @@ import tensorflow as tf
 from dp_keras_opt import workers
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers import settings
+from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
 from dp_keras_opt.optimizers.updates_once import updating_once
@@ -44,6 +45,8 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
     differential privacy", CCS 2016, arXiv:1607.00133, Algorithm 1, up to the step.
     """
 
+    takes_geometry = True
+
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer | str | Mapping[str, Any],
@@ -56,6 +59,7 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
         clipping: ClippingStyle = "flat",
         normalize: bool = False,
         gradient_filter: FilterLike = None,
+        geometry: Geometry | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         name: str | None = None,
@@ -91,6 +95,7 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
             clipping=clipping,
             normalize=normalize,
             gradient_filter=gradient_filter,
+            geometry=geometry,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,
@@ -131,8 +136,8 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
         return any((getattr(self.inner, name, 0.0) or 0.0) > 0 for name in names)
 
     def update(self, released: Sequence[Released]) -> None:
-        gradients = self._regularized(released[0].value)
-        filtered = self._filtered(gradients, released[0].noise_std)
+        answer = self._answer(released)
+        filtered = self._filtered(self._regularized(answer.value), answer.noise_std)
         self.inner.apply(filtered, self._trainable_variables)
         self._update_model_variables_moving_average(self._trainable_variables)
         self._iterations.assign_add(1)

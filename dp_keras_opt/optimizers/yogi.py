@@ -6,6 +6,7 @@ import keras
 
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
 from dp_keras_opt.optimizers.adam import DPAdam
+from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import bounded_step
@@ -58,6 +59,7 @@ class DPYogi(DPAdam):
         normalize: bool = False,
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
+        geometry: Geometry | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -78,6 +80,7 @@ class DPYogi(DPAdam):
             normalize=normalize,
             gradient_filter=gradient_filter,
             projection=projection,
+            geometry=geometry,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

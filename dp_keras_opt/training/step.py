@@ -152,6 +152,7 @@ def check_before_tracing(model, state, specs, *, fitting):
     engines_for(model, state, of_any_length(parts), fitting=fitting)
     with model.distribute_strategy.scope():
         model.optimizer.ensure_built(model.trainable_variables)
+        model.optimizer.begin(model)
         clipping.clip_groups(model, model.optimizer.query())  # has bounds for all layers
 
 

@@ -13,7 +13,8 @@ ROOMS = (
     "types", "version", "deprecation", "checks", "files", "references", "tables", "identifiers",
     "_keras", "workers",
     "checksums", "provenance", "theory", "layers", "clipping", "noise", "accounting", "data",
-    "optimizers", "training", "model", "counterpart", "replicas", "filters", "statistics",
+    "optimizers", "training", "model", "counterpart", "replicas", "filters", "geometries",
+    "statistics",
     "private_validation", "plots", "callbacks",
     "serving", "audit", "tuning", "", "cli", "__main__",
 )  # fmt: skip

@@ -78,6 +78,12 @@ _clip_norms = {
     "moving": lambda: keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.1),
     "found": lambda: dp.clipping.Quantile(0.3, initial=0.02, count_noise=_COUNT_NOISE),
 }
+_geometries = {
+    "Mean": lambda c: dp.geometries.Mean(),
+    "AdaClip": lambda c: dp.geometries.AdaClip(),
+    "GeoClip": lambda c: dp.geometries.GeoClip(2),
+    "KroneckerFactored": lambda c: dp.geometries.KroneckerFactored(_arrays(c)[:2]),
+}
 _samplings = {
     "poisson": lambda a: Sampling.poisson(N, BATCH, a),
     "balls_in_bins": lambda a: Sampling.balls_in_bins(N, BATCH, a),
@@ -95,7 +101,8 @@ configurations = st.fixed_dictionaries(
         "ablation": st.sampled_from([None, "noise_before_preconditioning", "extra_query"]),
         "wrapped": st.sampled_from(["lion", "nadam", "adamw", "ftrl", "adafactor"]),
         "mechanism": st.sampled_from(sorted(_mechanisms)),
-        "filter": st.sampled_from([None, None, "f1", "f6", "optimal"]),
+        "filter": st.sampled_from([None, None, "f1", "f6", "optimal", "DiSK", "momentum of each"]),
+        "geometry": st.sampled_from([None, None, *sorted(_geometries)]),
         "projection": st.booleans(),
         "sampling": st.sampled_from(sorted(_samplings)),
         "adjacency": st.sampled_from(_adjacencies),
@@ -147,6 +154,13 @@ def _likely(c):
         c["second_moment"] = "post_processing"
     if c["second_moment"] == "bias_corrected" and rule == "DPYogi":
         c["second_moment"] = "post_processing"
+    takes = ("DPSGD", "DPAdam", "DPAdagrad", "DPRMSprop", "DPYogi", "DPNesterov", "DPOptimizer")
+    if rule not in takes or c["second_moment"] not in ("post_processing", "bias_corrected"):
+        c["geometry"] = None
+    if c["geometry"] is not None:
+        c["projection"] = False
+    if c["users"] and c["filter"] in ("DiSK", "momentum of each"):
+        c["filter"] = None
     if c["clip_norm"] == "found":
         c["normalize"] = False
         if c["mechanism"] == "laplace":
@@ -278,7 +292,11 @@ def released(c, last, value):
     clipping = c["clipping"]
     if clipping == "proportions":
         clipping = {layer.name: 1.0 + i for i, layer in enumerate(model.layers) if layer.weights}
-    filters = {"optimal": lambda: dp.filters.OptimalFIR(3)}
+    filters = {
+        "optimal": lambda: dp.filters.OptimalFIR(3),
+        "DiSK": lambda: dp.filters.DiSK(0.5),
+        "momentum of each": lambda: dp.filters.PerExampleMomentum(2),
+    }
     arguments = {
         "clip_norm": _clip_norms[c["clip_norm"]](),
         "batch_size": BATCH,
@@ -289,6 +307,8 @@ def released(c, last, value):
         "secure_noise": c["secure"],
         "gradient_filter": filters.get(c["filter"], lambda: c["filter"])(),
     }
+    if c["geometry"] is not None:
+        arguments["geometry"] = _geometries[c["geometry"]](c)
     if c["projection"]:
         arguments["projection"] = dp.optimizers.GaLore(2, 1)
     if c["schedule"] is not None:

@@ -136,6 +136,19 @@ CASES = {
         lambda **p: o.DPAdam(0.01, gradient_filter=dp.filters.SharpnessAware(0.1), **p),
         full,
     ),
+    "DPSGD, momentum of each example": (
+        lambda **p: o.DPSGD(0.1, gradient_filter=dp.filters.PerExampleMomentum(3), **p),
+        full,
+    ),
+    "DPSGD, around the mean": (
+        lambda **p: o.DPSGD(0.1, geometry=dp.geometries.Mean(), **p),
+        full,
+    ),
+    "DPAdam, AdaClip": (
+        lambda **p: o.DPAdam(0.01, geometry=dp.geometries.AdaClip(), **p),
+        full,
+    ),
+    "DPSGD, GeoClip": (lambda **p: o.DPSGD(0.1, geometry=dp.geometries.GeoClip(2), **p), full),
     "DPSGD, normalize": (lambda **p: o.DPSGD(0.1, normalize=True, **p), full),
     "DPSGD, quantile": (lambda **p: o.DPSGD(0.1, **p | FOUND), full),
     "DPSGD, quantile per layer, replace_one": (

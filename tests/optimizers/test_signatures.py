@@ -38,6 +38,7 @@ OTHERS = {
     "normalize": True,
     "gradient_filter": "f1",
     "projection": GaLore(2),
+    "geometry": dp.geometries.Mean(0.5),
     "secure_noise": True,
     "seed": 3,
 }
@@ -102,7 +103,7 @@ def test_the_signature_has_every_shared_argument(name):
         assert own_hints[argument] == hints[argument], argument
         assert own[argument].kind is parameter.KEYWORD_ONLY, argument
     left_out = set(expected) - set(own)
-    assert left_out <= {"projection", "noise_schedule", "second_moment"}
+    assert left_out <= {"projection", "geometry", "noise_schedule", "second_moment"}
     assert not any(p.kind is p.VAR_POSITIONAL for p in own.values()), "*args hides arguments"
     assert all(p.annotation is not p.empty for n, p in own.items() if n != "self")
 
@@ -185,6 +186,12 @@ def test_sources_and_projections_cite_their_papers(name):
     assert re.search(
         r"arXiv:\d{4}\.\d{4,5}", pydoc.locate(f"dp_keras_opt.optimizers.{name}").__doc__
     )
+
+
+@pytest.mark.parametrize("name", [n for n in dp.geometries.__all__ if n[0].isupper()])
+def test_geometries_cite_their_papers(name):
+    if name != "Geometry":  # which is none of them
+        assert re.search(r"arXiv:\d{4}\.\d{4,5}", getattr(dp.geometries, name).__doc__)
 
 
 @pytest.mark.parametrize("cls", [dp.filters.LowPass, dp.filters.OptimalFIR])

@@ -16,7 +16,8 @@ def test_trains_as_accounted_or_is_refused(configuration):
 
 PLAIN = {
     "second_moment": "post_processing", "ablation": None, "wrapped": "lion",
-    "mechanism": "gaussian", "filter": None, "projection": False, "sampling": "poisson",
+    "mechanism": "gaussian", "filter": None, "geometry": None, "projection": False,
+    "sampling": "poisson",
     "adjacency": "add_or_remove_one", "clipping": "flat", "normalize": False,
     "schedule": None, "policy": "float32", "model": "dense", "secure": False,
     "physical": None, "public": True, "weighted": False, "scale": 30.0, "seed": 0,

@@ -29,6 +29,8 @@ class DPHeavyBall(WithVelocity):
     Math. and Math. Phys. 4(5), 1964, doi:10.1016/0041-5553(64)90137-5.
     """
 
+    takes_geometry = True
+
     def update_step(
         self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
     ) -> None:

@@ -70,6 +70,8 @@ class DPMultistageNesterov(DPNesterov):
     of the authors' code.
     """
 
+    takes_geometry = False  # noise and steps are those of the plain one's analysis
+
     def __init__(
         self,
         *,

@@ -39,6 +39,8 @@ class DPNesterov(WithVelocity):
     2004, doi:10.1007/978-1-4419-8853-9.
     """
 
+    takes_geometry = True
+
     def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from dp_keras_opt.accounting.batch_sizes import BatchSizeLike
+from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
 from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
@@ -42,6 +43,7 @@ class WithVelocity(PrivateOptimizer, keras.optimizers.Optimizer):
         clipping: ClippingStyle = "flat",
         normalize: bool = False,
         gradient_filter: FilterLike = None,
+        geometry: Geometry | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -56,6 +58,7 @@ class WithVelocity(PrivateOptimizer, keras.optimizers.Optimizer):
             clipping=clipping,
             normalize=normalize,
             gradient_filter=gradient_filter,
+            geometry=geometry,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

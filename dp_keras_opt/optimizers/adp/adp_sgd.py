@@ -44,6 +44,8 @@ class ADPSGD(DPSGD):
 
     _derived_settings = frozenset({"noise_schedule"})
 
+    takes_geometry = False  # noise and steps are those of the plain one's analysis
+
     def __init__(
         self,
         learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,

@@ -28,6 +28,7 @@ class Rule(Protocol):
         clip_norm, batch_size, noise_multiplier, noise: its settings.
         current_clip_norm, expected_batch_size: C and B of this step.
         noise_on_sum: the noise's std over C.
+        geometry: None, or in what examples are clipped.
         second_moments: the variables that hold v, one per trainable variable.
         geometry_moments: those whose values the geometry is made of.
     """
@@ -42,6 +43,7 @@ class Rule(Protocol):
     noise_multiplier: Any
     noise_on_sum: Any
     noise: Any
+    geometry: Any
     second_moments: Any
     geometry_moments: Any
 
@@ -78,6 +80,8 @@ class SecondMoment:
     scaled = False
     #: Whether the optimizer needs public rows in each batch (`data.with_public`).
     needs_public = False
+    #: Whether it asks of private rows for one mean only, in whatever geometry the optimizer has.
+    takes_geometry = False
 
     def check(self, rule: Rule) -> None:
         """Refuses rules that the source does not go with."""
@@ -95,6 +99,15 @@ class SecondMoment:
             f"second_moment={type(self).__name__} {reason}; with a projection v lives in a "
             "subspace. Use 'post_processing' or 'bias_corrected'."
         )
+
+    def check_geometry(self, name: str) -> None:
+        """Refuses an optimizer's geometry of this name, unless one mean is all that is asked."""
+        if self.scaled or not self.takes_geometry:
+            raise ValueError(
+                f"geometry={name} and second_moment={type(self).__name__} cannot be joined: the "
+                "source clips in a geometry of its own, or asks for more than one mean of the "
+                "private rows. Use 'post_processing' or 'bias_corrected', or leave one of them out."
+            )
 
     def build(self, rule: Rule, variables: Sequence[keras.Variable]) -> None:
         """Creates the source's own variables."""
@@ -196,3 +209,5 @@ class PostProcessing(SecondMoment):
     Reference: Ganesh, McMahan and Thakurta, "On design principles for private adaptive optimizers",
     2025, arXiv:2507.01129v1, Algorithm 5.
     """
+
+    takes_geometry = True

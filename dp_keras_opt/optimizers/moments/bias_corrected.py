@@ -40,6 +40,8 @@ class BiasCorrected(SecondMoment):
     design principles for private adaptive optimizers", 2025, arXiv:2507.01129v1, Algorithm 7.
     """
 
+    takes_geometry = True
+
     def __init__(self, floor: float | None = None) -> None:
         if floor is not None and not (is_number(floor) and 0 < floor < math.inf):
             raise ValueError(f"floor must be None, or positive and finite; received {floor!r}.")
@@ -56,11 +58,23 @@ class BiasCorrected(SecondMoment):
     def build(self, rule: Rule, variables: Sequence[keras.Variable]) -> None:
         self._power = rule.add_variable((), dtype="float32", name="noise_power")
 
+    def squares(
+        self, rule: Rule, released: Sequence[Released], gradients: Sequence[tf.Tensor]
+    ) -> Sequence[tf.Tensor]:
+        squares = super().squares(rule, released, gradients)
+        if rule.geometry is None:
+            return squares
+        stds = released[0].unscaled().noise_std
+        stds = stds if isinstance(stds, list) else [stds] * len(squares)
+        return [s - ops.cast(std, s.dtype) ** 2 for s, std in zip(squares, stds, strict=True)]
+
     def update(
         self, rule: Rule, released: Sequence[Released], gradients: Sequence[tf.Tensor]
     ) -> None:
         super().update(rule, released, gradients)
         power = ops.square(ops.convert_to_tensor(released[0].noise_std, "float32"))
+        if rule.geometry is not None:
+            power = ops.zeros_like(power)
         rule.assign(self._power, rule.accumulate(ops.convert_to_tensor(self._power), power))
 
     def estimate(self, rule: Rule, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
@@ -91,3 +105,11 @@ class BiasCorrected(SecondMoment):
 
     def get_config(self) -> dict[str, Any]:
         return {"floor": self.floor}
+
+    def check_geometry(self, name: str) -> None:
+        super().check_geometry(name)
+        if self.floor is not None:
+            raise ValueError(
+                "BiasCorrected(floor=...) is a multiple of the noise in one coordinate, which "
+                f"under geometry={name} differs from one to another. Leave the floor out."
+            )

@@ -36,6 +36,8 @@ class SideInformation(SecondMoment):
     adaptive optimizers", 2025, arXiv:2507.01129v1, Algorithm 9.
     """
 
+    takes_geometry = True
+
     def __init__(
         self,
         values: Sequence[npt.ArrayLike] | Callable[[tf.Tensor], Sequence[Any]] | None = None,

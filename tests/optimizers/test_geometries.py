@@ -1,0 +1,446 @@
+"""Geometries that are learned, against transcriptions in float64."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dp_keras_opt as dp
+from dp_keras_opt.filters import DiSK, PerExampleMomentum
+from dp_keras_opt.geometries import AdaClip, GeoClip, KroneckerFactored, Mean, pink_noise
+from dp_keras_opt.optimizers import DPSGD, DPAdam, DPNesterov, DPOptimizer, DPRMSprop
+from tests.helpers import linear_regression as lr
+
+STEPS = 12
+
+
+def contributions(x, centre=0.0, image=lambda v: v, clip_norm=lr.CLIP):
+    """Σ clip(M(g_i − a); C) of the gradients at x, each clipped alone."""
+    total = 0.0
+    for gradient in lr.gradients(x):
+        seen = image(gradient - centre)
+        total = total + min(1, clip_norm / np.linalg.norm(seen)) * seen
+    return total
+
+
+class Centre:
+    def __init__(self, beta):
+        self.beta, self.m, self.weight = beta, np.zeros(lr.SIZE), 0.0
+
+    @property
+    def value(self):
+        return self.m / self.weight if self.weight else self.m
+
+    def update(self, g):
+        self.m = self.beta * self.m + (1 - self.beta) * g
+        self.weight = self.beta * self.weight + 1 - self.beta
+
+
+def path_of(step, noise, steps=STEPS):
+    x, path = lr.START, []
+    for t in range(steps):
+        x = step(x, noise.flat(t), t)
+        path.append(x)
+    return np.array(path)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_around_the_mean_so_far(compiled):
+    optimizer = DPSGD(0.5, geometry=Mean(0.7), **lr.PRIVATE)
+    path, noise = lr.train(lr.build(optimizer, run_eagerly=not compiled), STEPS)
+    centre = Centre(0.7)
+
+    def step(x, z, t):
+        a = centre.value
+        g = (contributions(x, a) + lr.SIGMA * lr.CLIP * z) / lr.BATCH + a
+        centre.update(g)
+        return x - 0.5 * g
+
+    np.testing.assert_allclose(path, path_of(step, noise), rtol=1e-4, atol=1e-6)
+
+
+class AdaClipped:
+    """AdaClip as the docstring has it, in float64."""
+
+    def __init__(self, beta, low, high):
+        self.beta, self.low, self.high = beta, low, high
+        self.centre, self.s, self.b = Centre(beta), np.zeros(lr.SIZE), np.ones(lr.SIZE)
+        self.t, self.kappa = 0, 0.0
+
+    def gradient(self, x, z):
+        a, b, self.t = self.centre.value, self.b, self.t + 1
+        total = contributions(x, a, lambda v: v / b)
+        g = b * (total + lr.SIGMA * lr.CLIP * z) / lr.BATCH + a
+        self.centre.update(g)
+        around, t, beta = g - self.centre.value, self.t, self.beta
+        self.s = beta * self.s + (1 - beta) * around**2
+        # Of gradients of variance 1: what is left of one less the mean of all, itself among them.
+        weights = (1 - beta) * beta ** np.arange(t)[::-1] / (1 - beta**t)
+        left = np.eye(t)[-1] - weights
+        self.kappa = beta * self.kappa + (1 - beta) * np.sum(left**2)
+        if t > 1:
+            noise = (lr.SIGMA * lr.CLIP * b / lr.BATCH) ** 2
+            variance = lr.BATCH * (self.s / self.kappa - noise)
+            variance = np.clip(variance, self.low, self.high)
+            self.b = variance**0.25 * np.sqrt(np.sum(np.sqrt(variance)))
+        return g
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adaclip(compiled):
+    optimizer = DPSGD(0.5, geometry=AdaClip(0.8, 1e-8, 1.0), **lr.PRIVATE)
+    path, noise = lr.train(lr.build(optimizer, run_eagerly=not compiled), STEPS)
+    clipped = AdaClipped(0.8, 1e-8, 1.0)
+    expected = path_of(lambda x, z, t: x - 0.5 * clipped.gradient(x, z), noise)
+    np.testing.assert_allclose(path, expected, rtol=1e-3, atol=1e-5)
+    assert np.ptp(clipped.b) > 0.1 * np.max(clipped.b)  # coordinates have bounds of their own
+
+
+def test_with_adam_it_is_dp_macadam():
+    optimizer = DPAdam(0.05, beta_1=0.8, geometry=AdaClip(0.8, 1e-8, 1.0), **lr.PRIVATE)
+    path, noise = lr.train(lr.build(optimizer), STEPS)
+    clipped, v = AdaClipped(0.8, 1e-8, 1.0), np.zeros(lr.SIZE)
+
+    def step(x, z, t):
+        nonlocal v
+        g = clipped.gradient(x, z)
+        v = 0.999 * v + 0.001 * g**2
+        mean = clipped.centre.value  # the centre and Adam's first moment are one
+        return x - 0.05 * mean / (np.sqrt(v / (1 - 0.999 ** (t + 1))) + 1e-7)
+
+    np.testing.assert_allclose(path, path_of(step, noise), rtol=1e-3, atol=1e-5)
+
+
+def test_variances_are_found_without_bias():
+    """Of gradients with known variances around a mean: within 5 standard errors."""
+    rng, count, size = np.random.default_rng(0), 4000, 400
+    true = np.array([0.1, 1.0, 3.0] * (size // 3) + [1.0]).astype("float32")
+    optimizer = DPSGD(0.1, geometry=AdaClip(0.5, 1e-9, 1e9), **lr.PRIVATE)
+    optimizer.build([keras.Variable(np.zeros(size, "float32"))])
+    geometry, total, t_seen = optimizer.geometry, 0.0, 0
+    for t in range(count // 10):
+        g = tf.constant(true * rng.normal(size=size), tf.float32)
+        answer = dp.noise.Released([g + 7.0], [tf.zeros(size)])
+        geometry.update(optimizer, answer, answer)
+        if t > 20:
+            total += np.asarray(geometry._squares[0]) / float(geometry._expected)
+            t_seen += 1
+    found = total / t_seen / true**2
+    # Means of squares that are correlated over some 3 steps.
+    error = np.sqrt(2 * 3 / (t_seen * size))
+    assert abs(found.mean() - 1) < 5 * error
+
+
+class GeoClipped:
+    """The covariance as a matrix of all weights: leading directions, and one variance in others."""
+
+    def __init__(self, rank, beta, beta_2, low, high):
+        self.rank, self.beta_2, self.low, self.high = rank, beta_2, low, high
+        self.centre, self.t = Centre(beta), 0
+        self.basis = np.eye(lr.SIZE)[:, :rank]
+        self.along, self.others = np.ones(rank) / lr.SIZE, 1 / lr.SIZE
+
+    def gradient(self, x, z):
+        along, others = (np.clip(v, self.low, self.high) for v in (self.along, self.others))
+        total = np.sqrt(along).sum() + (lr.SIZE - self.rank) * np.sqrt(others)
+        rest = np.eye(lr.SIZE) - self.basis @ self.basis.T
+        m = self.basis @ np.diag(along**-0.25) @ self.basis.T + others**-0.25 * rest
+        m = m / np.sqrt(total)
+        inverse = np.linalg.inv(m)
+        a = self.centre.value
+        noisy = contributions(x, a, lambda v: m @ v) + lr.SIGMA * lr.CLIP * z
+        g = inverse @ noisy / lr.BATCH + a
+        around = g - a
+        self.centre.update(g)
+        self.t += 1
+        if self.t == 1:
+            return g
+        noise = (lr.SIGMA * lr.CLIP / lr.BATCH) ** 2 * inverse @ inverse
+        # Beside the directions there is the rest of x, of which the noise's share is in one number.
+        length = np.linalg.norm(rest @ around)
+        to = np.c_[self.basis, rest @ around / length]
+        seen = np.outer(to.T @ around, to.T @ around)
+        of_noise = np.append(np.diag(self.basis.T @ noise @ self.basis), np.trace(rest @ noise))
+        c = self.beta_2 * np.diag(np.append(self.along, 0.0))
+        c += (1 - self.beta_2) * lr.BATCH * (seen - np.diag(of_noise))
+        values, vectors = np.linalg.eigh(c)
+        self.basis, self.along = to @ vectors[:, 1:], values[1:]
+        self.others = self.beta_2 * self.others + values[0] / (lr.SIZE - self.rank)
+        return g
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_geoclip(compiled):
+    """M up to a factor, which the bound makes up for."""
+    optimizer = DPSGD(0.5, geometry=GeoClip(3, 0.7, 0.8, 1e-4, 1.0), **lr.PRIVATE)
+    path, noise = lr.train(lr.build(optimizer, run_eagerly=not compiled), STEPS)
+    clipped = GeoClipped(3, 0.7, 0.8, 1e-4, 1.0)
+    expected = path_of(lambda x, z, t: x - 0.5 * clipped.gradient(x, z), noise)
+    np.testing.assert_allclose(path, expected, rtol=2e-3, atol=1e-4)
+    assert np.max(clipped.along) > 1.5 * clipped.others > clipped.low
+
+
+def test_geoclip_leaves_the_directions_that_it_began_with():
+    """As the published low-rank algorithm does not."""
+    optimizer = DPSGD(0.1, geometry=GeoClip(2), **lr.PRIVATE)
+    optimizer.build([keras.Variable(np.zeros(40, "float32"))])
+    rng, far = np.random.default_rng(1), np.zeros(40)
+    far[30:32] = 1.0
+    for _ in range(30):
+        g = tf.constant(far * rng.normal() * 3 + 0.01 * rng.normal(size=40), tf.float32)
+        (query,) = optimizer.queries()
+        released = dp.noise.Released([g], 0.01, geometry=query.geometry)
+        optimizer.geometry.update(optimizer, released, dp.noise.Released([g], 0.01))
+    leading = np.abs(np.asarray(optimizer.geometry._basis)[:, -1])
+    assert leading[30:32] @ far[30:32] / np.sqrt(2) > 0.99
+    gram = np.asarray(optimizer.geometry._basis).T @ np.asarray(optimizer.geometry._basis)
+    np.testing.assert_allclose(gram, np.eye(2), atol=1e-5)
+
+
+def probes(count=40):
+    rng = np.random.default_rng(2)
+    return (
+        (rng.normal(size=(count, 4)) * [5, 1, 1, 0.1]).astype("float32"),
+        rng.normal(size=(count, 3)).astype("float32"),
+    )
+
+
+def root_of(vectors, damping, power):
+    second = vectors.T @ vectors / len(vectors)
+    values, q = np.linalg.eigh(second / (np.trace(second) / len(second)))
+    return q @ np.diag((values + damping) ** power) @ q.T
+
+
+@pytest.mark.parametrize("take_back", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kronecker_factored(take_back, compiled):
+    geometry = KroneckerFactored(probes(), damping=0.2, take_back=take_back)
+    optimizer = DPSGD(0.5, geometry=geometry, **lr.PRIVATE)
+    path, noise = lr.train(lr.build(optimizer, run_eagerly=not compiled), STEPS)
+    x, y = (part.astype(np.float64) for part in probes())
+    kernel, bias = lr.split(lr.START)
+    deltas = 2 / 3 * (x @ kernel + bias - y)
+
+    def both(power):
+        return root_of(x, 0.2, power), root_of(deltas, 0.2, power)
+
+    def through(vector, left, right):
+        kernel, bias = lr.split(vector)
+        return np.concatenate([(left @ kernel @ right).ravel(), bias])
+
+    def step(at, z, t):
+        seen = contributions(at, image=lambda v: through(v, *both(-0.5)))
+        g = (seen + lr.SIGMA * lr.CLIP * z) / lr.BATCH
+        return at - 0.5 * (through(g, *both(0.5)) if take_back else g)
+
+    np.testing.assert_allclose(path, path_of(step, noise), rtol=1e-3, atol=1e-5)
+
+
+def test_probes_are_asked_again_where_the_weights_have_moved():
+    optimizer = DPSGD(0.5, geometry=KroneckerFactored(probes()), **lr.PRIVATE)
+    model = lr.build(optimizer)
+    lr.train(model, 2)
+    sides = optimizer.geometry._sides[0]
+    before = [np.array(side[0]) for side in sides]
+    optimizer.geometry.refresh(optimizer, model)
+    after = [np.array(side[0]) for side in sides]
+    np.testing.assert_allclose(before[0], after[0])  # what comes in is the same
+    assert np.abs(before[1] - after[1]).max() > 1e-4
+
+
+def test_geometry_of_a_convolution_and_of_what_has_none():
+    inputs = keras.Input((12, 12, 2))
+    hidden = keras.layers.Conv2D(5, 3, activation="tanh")(inputs)
+    hidden = keras.layers.GlobalAveragePooling2D()(hidden)
+    model = dp.DPModel(inputs, keras.layers.Dense(3)(hidden))
+    x = pink_noise(32, (12, 12, 2), seed=0)
+    y = np.random.default_rng(0).integers(0, 3, 32)
+    geometry = KroneckerFactored((x, y), largest=17)  # of the convolution, 18 rows are too many
+    optimizer = DPSGD(0.1, geometry=geometry, **lr.PRIVATE | {"batch_size": 8})
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    model.fit(dp.data.poisson_batches((x, y), 8, 3), epochs=1, verbose=0)
+    (query,) = optimizer.queries()
+    left, right = query.geometry.left, query.geometry.right
+    assert [m is None for m in left] == [True, True, False, True]
+    assert [m is None for m in right] == [False, True, False, True]
+    assert all(np.isfinite(m).all() for m in (*left, *right) if m is not None)
+
+
+def test_pink_noise_has_power_that_falls_with_frequency():
+    pictures = pink_noise(200, (32, 32, 1), seed=0)
+    power = (np.abs(np.fft.rfft2(pictures[..., 0])) ** 2).mean(axis=0)
+    ratio = power[0, 2] / power[0, 8]
+    assert 12 < ratio < 20  # (8/2)² = 16, within 7 standard errors
+    assert abs(pictures.std() - 1) < 1e-3 and pictures.shape == (200, 32, 32, 1)
+
+
+@pytest.mark.parametrize("then", [None, "momentum"])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_momentum_of_each_example(length, then):
+    smoother = PerExampleMomentum(length, 0.6, then)
+    optimizer = DPSGD(0.5, gradient_filter=smoother, **lr.PRIVATE)
+    path, noise = lr.train(lr.build(optimizer), STEPS)
+    past, mean = [], 0.0
+
+    def step(x, z, t):
+        nonlocal mean
+        past.insert(0, x)
+        weights = 0.6 ** np.arange(min(length, len(past)))
+        each = sum(w * lr.gradients(p) for w, p in zip(weights / weights.sum(), past, strict=False))
+        norms = np.linalg.norm(each, axis=1)
+        total = (np.minimum(1, lr.CLIP / norms)[:, None] * each).sum(axis=0)
+        g = (total + lr.SIGMA * lr.CLIP * z) / lr.BATCH
+        mean = 0.9 * mean + 0.1 * g
+        return x - 0.5 * (g if then is None else mean / (1 - 0.9 ** (t + 1)))
+
+    np.testing.assert_allclose(path, path_of(step, noise), rtol=1e-4, atol=1e-6)
+
+
+# Composition.
+
+
+GEOMETRIES = {
+    "Mean": lambda: Mean(0.9),
+    "AdaClip": lambda: AdaClip(0.9),
+    "GeoClip": lambda: GeoClip(3),
+    "KroneckerFactored": lambda: KroneckerFactored(probes(), take_back=True),
+}
+
+
+@pytest.mark.representatives(10)
+@pytest.mark.parametrize("kind", GEOMETRIES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **k: DPSGD(0.1, momentum=0.9, noise=dp.noise.BandedMatrix(20, 4), **k),
+        lambda **k: DPSGD(0.1, noise_schedule=[1.0, 0.5] * 10, clipping="per_layer", **k),
+        lambda **k: DPSGD(0.1, gradient_filter=DiSK(0.5), **k),
+        lambda **k: DPSGD(0.1, gradient_filter="f6", normalize=True, **k),
+        lambda **k: DPSGD(0.1, noise="laplace", **k),
+        lambda **k: DPAdam(0.1, second_moment="bias_corrected", **k),
+        lambda **k: DPRMSprop(0.1, gradient_filter=dp.filters.OptimalFIR(3), **k),
+        lambda **k: DPNesterov(0.1, **k),
+        lambda **k: DPOptimizer("lion", **k),
+        lambda **k: DPSGD(0.1, **k | {"clip_norm": dp.clipping.Quantile(0.5, count_noise=3.0)}),
+    ],
+    ids=["banded", "schedule", "DiSK", "filter", "laplace", "bias-corrected", "OptimalFIR",
+         "Nesterov", "wrapped", "quantile"],
+)  # fmt: skip
+def test_geometries_go_with(kind, make, tmp_path):
+    """Trained, saved and trained on; what a batch without an example adds is within the bound."""
+    optimizer = make(geometry=GEOMETRIES[kind](), **lr.PRIVATE)
+    sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+    model = lr.build(optimizer, sampling=sampling)
+    seen = []
+    model.observe_releases(lambda queries, released: seen.append((queries, released)))
+    for _ in range(3):
+        model.train_on_batch(lr.X, lr.Y)
+    (query,), _ = seen[-1]
+    assert np.isfinite(lr.flat(model.trainable_variables)).all()
+    both = [
+        dp.clipping.clipped_sums(model, (lr.X[rows], lr.Y[rows]), [query]).sums[0][:2]
+        for rows in (slice(0, 6), slice(1, 6))
+    ]
+    moved = lr.flat(both[0]) - lr.flat(both[1])
+    order = 1 if query.norm == "l1" else 2
+    length = np.linalg.norm(moved, order)
+    assert length <= float(query.sensitivity) * (1 + 1e-3)
+    assert length > 0.5 * float(query.sensitivity) or query.counts or kind != "Mean"
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert repr(loaded.optimizer.geometry) == repr(optimizer.geometry)
+    for one, other in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bias_correction_takes_off_the_noise_of_each_coordinate():
+    optimizer = DPAdam(
+        0.05, beta_1=0.8, beta_2=0.9, second_moment="bias_corrected",
+        geometry=AdaClip(0.8, 1e-8, 1.0), **lr.PRIVATE,
+    )  # fmt: skip
+    path, noise = lr.train(lr.build(optimizer), STEPS)
+    clipped, v = AdaClipped(0.8, 1e-8, 1.0), np.zeros(lr.SIZE)
+
+    def step(x, z, t):
+        nonlocal v
+        std = lr.SIGMA * lr.CLIP * clipped.b / lr.BATCH
+        g = clipped.gradient(x, z)
+        v = 0.9 * v + 0.1 * (g**2 - std**2)
+        root = np.sqrt(np.maximum(v / (1 - 0.9 ** (t + 1)), 1e-7**2))
+        return x - 0.05 * clipped.centre.value / root
+
+    # Divided by next to nothing where noise is all there is: steps are compared while they agree.
+    np.testing.assert_allclose(path[:3], path_of(step, noise, 3), rtol=2e-2, atol=1e-2)
+
+
+def test_each_optimizer_has_a_geometry_of_its_own():
+    geometry, paths = AdaClip(0.8), []
+    models = [lr.build(DPSGD(0.5, geometry=geometry, **lr.PRIVATE)) for _ in range(2)]
+    for model in models:
+        model.optimizer.build(model.trainable_variables)
+    for model in reversed(models):
+        paths.append(lr.train(model, STEPS)[0])
+    np.testing.assert_array_equal(*paths)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda **k: DPAdam(second_moment="scale_then_privatize", **k), "cannot be joined"),
+        (lambda **k: DPAdam(second_moment="independent", **k), "cannot be joined"),
+        (lambda **k: DPAdam(second_moment="noiseless", **k), "cannot be joined"),
+        (
+            lambda **k: DPAdam(
+                second_moment=dp.optimizers.moments.BiasCorrected(floor=1.0), **k
+            ),
+            "Leave the floor out",
+        ),
+        (
+            lambda **k: dp.optimizers.DP2RMSprop(0.1, 0.1, delay=1, adaptive_clip_norm=1.0, **k),
+            "does not take geometry",
+        ),
+        (lambda **k: dp.optimizers.DPGaLore(0.1, rank=2, **k), "noisiest"),
+        (lambda **k: DPSGD(0.1, projection=dp.optimizers.GaLore(1), **k), "noisiest"),
+    ],
+    ids=["scaled", "independent", "noiseless", "floor", "DP2", "GaLore", "projection"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:second_moment='noiseless'")
+def test_combinations_without_a_proof_are_refused_when_made(make, match):
+    with pytest.raises(ValueError, match=match):
+        make(geometry=AdaClip(), **lr.PRIVATE)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Mean(1.0), "beta"),
+        (lambda: AdaClip(0.0), "beta"),
+        (lambda: AdaClip(0.9, 0.0), "low"),
+        (lambda: AdaClip(0.9, 1.0, 0.1), "low"),
+        (lambda: GeoClip(0), "rank"),
+        (lambda: GeoClip(2, beta_2=1.0), "beta_2"),
+        (lambda: GeoClip(2, low=-1.0), "low"),
+        (lambda: KroneckerFactored(damping=0.0), "damping"),
+        (lambda: KroneckerFactored(largest=0), "largest"),
+        (lambda: PerExampleMomentum(0), "length"),
+        (lambda: PerExampleMomentum(2, 0.0), "beta"),
+        (lambda: PerExampleMomentum(2, then=DiSK(0.5)), "wants it elsewhere"),
+        (lambda: DPSGD(0.1, geometry="adaclip", **lr.PRIVATE), "dp_keras_opt.geometries"),
+    ],
+)
+def test_arguments_out_of_range(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_a_rank_of_all_weights_and_missing_probes_are_refused():
+    model = lr.build(DPSGD(0.1, geometry=GeoClip(15), **lr.PRIVATE))
+    with pytest.raises(ValueError, match="more weights than directions"):
+        model.train_on_batch(lr.X, lr.Y)
+    model = lr.build(DPSGD(0.1, geometry=KroneckerFactored(), **lr.PRIVATE))
+    with pytest.raises(ValueError, match="no probes"):
+        model.train_on_batch(lr.X, lr.Y)
