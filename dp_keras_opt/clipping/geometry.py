@@ -247,8 +247,8 @@ def _product(tensor, left, right, shape):
     """L·G·R of tensors (..., *shape)."""
     *rows, columns = tuple(shape) or (1,)
     matrix = tf.reshape(tensor, (-1, math.prod(rows), columns))
-    matrix = matrix if left is None else tf.matmul(left, matrix)
-    matrix = matrix if right is None else tf.matmul(matrix, right)
+    matrix = matrix if left is None else in_full(tf.matmul, left, matrix)
+    matrix = matrix if right is None else in_full(tf.matmul, matrix, right)
     return tf.reshape(matrix, tf.shape(tensor))
 
 

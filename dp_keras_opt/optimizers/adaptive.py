@@ -107,7 +107,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
             self.second_moment.check_geometry(type(self.geometry).__name__)
 
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
-        return self.second_moment.releases(self, noise_multiplier)
+        return self.second_moment.releases(self, noise_multiplier) + self._public_releases()
 
     def check_sampling(self, sampling: Sampling) -> None:
         super().check_sampling(sampling)

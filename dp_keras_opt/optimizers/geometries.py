@@ -31,6 +31,9 @@ class Geometry(abc.ABC):
     variables, saved and loaded with it.
     """
 
+    #: Whether it comes from what was declared public.
+    uses_public = False
+
     @abc.abstractmethod
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         """Creates the state, as variables of the optimizer."""

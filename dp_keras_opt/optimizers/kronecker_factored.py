@@ -55,6 +55,8 @@ class KroneckerFactored(Geometry):
     arXiv:2605.13418.
     """
 
+    uses_public = True
+
     def __init__(
         self,
         probes: tuple[Any, Any] | None = None,

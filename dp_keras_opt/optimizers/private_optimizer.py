@@ -516,7 +516,13 @@ class PrivateOptimizer(UpdatesOnce):
 
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         """The static tuple of `Release` of every step, at this overall noise multiplier."""
-        return (self.mean_release(noise_multiplier),)
+        return (self.mean_release(noise_multiplier), *self._public_releases())
+
+    def _public_releases(self):
+        """So that the privacy statement says what was declared public for a geometry."""
+        if self.geometry is None or not self.geometry.uses_public:
+            return ()
+        return (Release(0, "public_values", 0.0, self.noise),)
 
     def mean_release(self, noise_multiplier: float) -> Release:
         """The release of what `queries` asks first: the mean, and what counts beside it."""

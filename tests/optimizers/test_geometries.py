@@ -236,6 +236,15 @@ def test_kronecker_factored(take_back, compiled):
     np.testing.assert_allclose(path, path_of(step, noise), rtol=1e-3, atol=1e-5)
 
 
+def test_the_statement_says_that_probes_were_declared_public():
+    for geometry, says in ((KroneckerFactored(probes()), True), (AdaClip(), False)):
+        for make in (DPSGD, DPAdam):
+            model = lr.build(make(0.1, geometry=geometry, **lr.PRIVATE))
+            model.train_on_batch(lr.X, lr.Y)
+            statement = " ".join(model.statement(1e-5).split())
+            assert ("or a geometry) that was given as public" in statement) == says
+
+
 def test_probes_are_asked_again_where_the_weights_have_moved():
     optimizer = DPSGD(0.5, geometry=KroneckerFactored(probes()), **lr.PRIVATE)
     model = lr.build(optimizer)

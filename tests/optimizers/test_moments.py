@@ -629,7 +629,7 @@ def test_the_statement_says_that_side_information_was_given():
     model = linear.build(optimizer)
     model.train_on_batch(linear.X, linear.Y)
     statement = " ".join(model.ledger.statement(1e-5).split())
-    assert "side information (a second moment) that was given as public" in statement
+    assert "side information (a second moment or a geometry) that was given as public" in statement
     assert "epsilon =" in statement
 
 
