@@ -369,8 +369,9 @@ def _public(segments):
         )
     if "public_values" in used:
         yield (
-            "Public data: the training also used side information (a second moment or a "
-            "geometry) that was given as public. Nothing is claimed about the data that it was computed from."
+            "Public data: the training also used side information (a second moment or a geometry) "
+            "that was given as public. Nothing is claimed about the data that it was computed "
+            "from."
         )
 
 

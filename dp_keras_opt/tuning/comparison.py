@@ -40,15 +40,32 @@ class Comparison:
     rows: list[dict[str, Any]]
     higher_is_better: bool
 
+    def leading(self, epsilon: float) -> list[str]:
+        """The best candidate at an ε, and those within two standard errors of it, best first.
+
+        The standard error is that of the difference of two means.
+        """
+        rows = [row for row in self.rows if row["epsilon"] == epsilon]
+        best = rows[0]
+
+        def is_near(row):
+            error = math.hypot(row["standard_error"], best["standard_error"])
+            return row is best or abs(row["score"] - best["score"]) <= 2 * error
+
+        return [row["candidate"] for row in rows if is_near(row)]
+
     def markdown(self) -> str:
-        """A table with a row for each candidate and a column for each epsilon."""
+        """A table with a row for each candidate and a column for each epsilon; bold who leads."""
         epsilons = sorted({row["epsilon"] for row in self.rows})
         cells = {(row["candidate"], row["epsilon"]): row for row in self.rows}
         middle = epsilons[len(epsilons) // 2]
         names = [row["candidate"] for row in self.rows if row["epsilon"] == middle]
         lines = [["optimizer", *(f"ε = {epsilon:g}" for epsilon in epsilons)]]
         lines += [["---"] * len(lines[0])]
-        lines += [[name, *(_cell(cells.get((name, e))) for e in epsilons)] for name in names]
+        leading = {(name, e) for e in epsilons for name in self.leading(e)}
+        for name in names:
+            at = [(name, epsilon) for epsilon in epsilons]
+            lines.append([name, *(_cell(cells.get(place), place in leading) for place in at)])
         return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
     def plot(self, axes: Any = None) -> Any:
@@ -247,5 +264,8 @@ def _last(number):
     return math.inf if math.isnan(number) else number
 
 
-def _cell(row):
-    return "" if row is None else f"{row['score']:.4f} ± {row['standard_error']:.4f}"
+def _cell(row, leads):
+    if row is None:
+        return ""
+    cell = f"{row['score']:.4f} ± {row['standard_error']:.4f}"
+    return f"**{cell}**" if leads else cell

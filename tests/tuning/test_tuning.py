@@ -203,6 +203,21 @@ def test_compare_resumes_and_reports(task, tmp_path, monkeypatch):
         dp.tuning.compare(task, [SGD], (1.0, 2.0), DELTA, **options)
 
 
+def test_who_leads_is_within_two_standard_errors_of_the_best():
+    scores = {"a": (0.50, 0.03), "b": (0.55, 0.04), "c": (0.60, 0.02), "d": (0.50, 0.0)}
+    rows = [
+        {"candidate": name, "epsilon": e, "score": score, "standard_error": error, "values": {}}
+        for e in (1.0, 3.0)
+        for name, (score, error) in sorted(scores.items(), key=lambda item: item[1][0])
+    ]
+    rows[4:] = [row | {"standard_error": math.nan} for row in rows[4:]]  # of one seed
+    comparison = dp.tuning.Comparison(rows, higher_is_better=False)
+    assert comparison.leading(1.0) == ["a", "d", "b"]  # 0.05 is 1.0 of the errors, 0.10 is 2.8
+    assert comparison.leading(3.0) == ["a"]
+    cells = [line.split(" | ") for line in comparison.markdown().splitlines()[2:]]
+    assert [cell[1].startswith("**0.") for cell in cells] == [True, True, True, False]
+
+
 def test_each_hyperparameter_has_its_trials_and_one_epsilon_can_do(task, tmp_path):
     path = tmp_path / "results.csv"
     two = dp.tuning.candidate(
