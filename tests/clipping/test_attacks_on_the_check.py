@@ -958,27 +958,37 @@ def test_code_of_others_is_checked_anew_when_it_is_compiled_again(what):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("full", [True, False])
-def test_behind_the_largest_number_sums_overflow_in_one_order_only(dtype, full):
-    """Max pooling of missing numbers gives it on some processors: no layer mixes anything there."""
-    end = np.finfo(dtype).max if full else 1.0
+@pytest.mark.parametrize("given", ["largest", "missing", "ordinary"])
+def test_behind_what_kernels_differ_in_a_difference_tells_nothing(dtype, given):
+    """Max pooling and activations of missing numbers: no layer mixes anything there."""
+    number = {"largest": -np.finfo(dtype).max, "missing": np.nan, "ordinary": 1.0}[given]
 
-    def given(after):
-        rows = len(after)
-        pooled = np.full((rows, 4), -end, dtype)
-        return Pass(
-            np.ones(rows, dtype), [("pool", pooled), ("dense", np.array(after, dtype))], False
-        )
+    def made(after):
+        before = np.full((len(after), 4), number, dtype)
+        seen = [("before", before), ("dense", np.array(after, dtype))]
+        return Pass(np.ones(len(after), dtype), seen, False)
 
-    first, alone = given([[1.0], [2.0]]), given([[np.nan], [np.nan], [np.nan]])
+    first, alone = made([[1.0], [2.0]]), made([[np.nan], [np.nan], [np.nan]])
     places = [(slice(0, 1), slice(place, place + 1)) for place in range(3)]
-    if full:
-        independence._compare("The loss", first, alone, places, other_kernels=True)
-    else:
+    if given == "ordinary":
         with pytest.raises(ValueError, match="'dense'"):
             independence._compare("The loss", first, alone, places, other_kernels=True)
-    with pytest.raises(ValueError, match="'dense'"):  # in the same order of sums there is no excuse
+    else:
+        independence._compare("The loss", first, alone, places, other_kernels=True)
+    with pytest.raises(ValueError, match="'dense'"):  # the same kernels have no excuse
         independence._compare("The loss", first, alone, places)
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_a_convolution_of_missing_numbers_is_taken(activation):
+    layers = keras.layers
+    inputs = keras.Input((12, 12, 2))
+    hidden = layers.Conv2D(6, 3, strides=2, activation=activation)(inputs)
+    model = dp.DPModel(inputs, layers.Dense(5)(layers.Flatten()(hidden)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=8), loss)
+    model.sampling = dp.accounting.Sampling.poisson(100, 8)
+    model.train_on_batch(np.zeros((8, 12, 12, 2), "float32"), np.zeros(8, "int32"))
 
 
 def test_a_small_network_with_average_and_max_pooling_is_taken():

@@ -3,6 +3,7 @@
 import collections
 import csv
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -16,7 +17,8 @@ from tests.helpers.examples import imported
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how_to" / "choosing.md").read_text(encoding="utf-8")
-RESULTS = sorted((ROOT / "docs" / "how_to" / "choosing").glob("results-*.csv"))
+FOLDER = ROOT / "docs" / "how_to" / "choosing"
+SCREENED, TUNED = (sorted(FOLDER.glob(f"{part}-*.csv")) for part in ("results", "tuned"))
 
 
 def scores(path):
@@ -29,7 +31,7 @@ def scores(path):
     return found
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*SCREENED, *TUNED], ids=lambda path: path.stem)
 def test_the_tables_are_those_of_the_results(path):
     task = path.stem.removeprefix("results-")
     section = re.search(rf"^<!-- {task} -->\n\n(.*?)\n\n", PAGE, re.M | re.S).group(1)
@@ -48,7 +50,31 @@ def test_the_tables_are_those_of_the_results(path):
 
 
 def test_there_are_four_kinds_of_task():
-    assert len(RESULTS) >= 4
+    assert len(SCREENED) >= 4 and len(TUNED) >= 3
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
+def test_each_is_tuned_at_each_epsilon_and_the_best_are_bold(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    means, lower = {}, path.stem != "tuned-clothes"
+    for key, values in scores(path).items():
+        tried = [r for r in rows if (r["candidate"], float(r["epsilon"])) == key]
+        tried = [r for r in tried if r["part"] == "validation"]
+        hyperparameters = len(json.loads(tried[0]["values"]))
+        assert len(tried) >= 8 * hyperparameters and len(values) == 3, key
+        best = (min if lower else max)(tried, key=lambda r: float(r["score"]))
+        judged = {r["values"] for r in rows if r["part"] == "test"
+                  and (r["candidate"], float(r["epsilon"])) == key}  # fmt: skip
+        assert judged == {best["values"]}, key
+        means[key] = np.mean(values), np.std(values, ddof=1) / math.sqrt(3)
+    table = re.search(rf"^<!-- {path.stem} -->\n\n(.*?)\n\n", PAGE, re.M | re.S).group(1)
+    for place, epsilon in enumerate((1.0, 3.0, 8.0), start=1):
+        column = {name: value for (name, e), value in means.items() if e == epsilon}
+        first, error = (min if lower else max)(column.values())
+        near = {n for n, (m, s) in column.items() if abs(m - first) <= 2 * math.hypot(s, error)}
+        cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+        assert {line[0] for line in cells if line[place].startswith("**")} == near, epsilon
 
 
 def test_the_experiment_runs(tmp_path):

@@ -186,7 +186,7 @@ def test_rows_of_a_user_are_refused(smoother):
         (lambda: DiSK(1.5), "kappa must be in"),
         (lambda: DiSK(0.5, 0.0), "gamma must be positive"),
         (lambda: SharpnessAware(-1.0), "radius must be positive"),
-        (lambda: SharpnessAware(1.0, DiSK()), "wants it at others"),
+        (lambda: SharpnessAware(1.0, DiSK()), "wants it elsewhere"),
         (lambda: SharpnessAware(1.0, "no such filter"), "There is no filter"),
     ],
 )

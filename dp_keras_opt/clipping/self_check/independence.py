@@ -168,23 +168,28 @@ def _compare(objective, first, second, places, has_rows=lambda place: True, othe
 
     With `other_kernels`, sums may be taken in another order. What is left where their terms cancel
     has errors that are relative to what is left elsewhere: to the rows of the first pass, which are
-    of one magnitude, and not to this row. Behind a layer that gives the largest number there is, as
-    max pooling gives for missing ones on some processors, sums overflow in one order and not in
-    another, and nothing is compared.
+    of one magnitude, and not to this row. Behind numbers that are missing, or as large as there are
+    any, a difference tells nothing: kernels differ in what they make of these (max pooling and
+    activations of missing numbers), and sums overflow in one order and not in another.
     """
 
     def same(one, other):
         error = 1e-5 * _usual(one) if other_kernels else 0.0
         return all(_equal(one[this], other[that], error) for this, that in places)
 
+    tells = True
     for place, ((name, one), (_, other)) in enumerate(zip(first.seen, second.seen, strict=False)):
         alike = one.shape[:1] == first.losses.shape and other.shape[:1] == second.losses.shape
         alike = alike and one.shape[1:] == other.shape[1:]
         if alike and not same(one, other) and has_rows(place):
+            if not tells:
+                return
             _refuse(f"Layer '{name}' (or an operation just before it)")
-        if other_kernels and alike and any(_is_at_its_end(one[this]) for this, _ in places):
-            return
-    if not same(first.losses, second.losses):
+        if other_kernels and alike:
+            tells &= all(
+                _is_ordinary(one[this]) and _is_ordinary(other[that]) for this, that in places
+            )
+    if tells and not same(first.losses, second.losses):
         _refuse(objective, f"{_FIX} {_NEGATIVES}")
 
 
@@ -202,11 +207,12 @@ def _largest(row):
     return np.max(row, initial=0.0, where=np.isfinite(row))
 
 
-def _is_at_its_end(rows):
-    """Whether there is a number that is as large as its type has any."""
+def _is_ordinary(rows):
+    """Whether all numbers are finite, and less than half of the largest that their type has."""
     if rows.dtype.kind in "OSUbiu":
-        return False
-    return _largest(rows) > (3e4 if rows.dtype == np.float16 else 1.5e38)
+        return True
+    limit = 3e4 if rows.dtype == np.float16 else 1.5e38
+    return bool(np.all(np.abs(np.asarray(rows, np.float64)) < limit))
 
 
 def _equal(a, b, error=0.0):
