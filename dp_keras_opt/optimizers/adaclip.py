@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from dp_keras_opt.checks import is_number
 from dp_keras_opt.clipping.query import Query
-from dp_keras_opt.optimizers.geometries import Mean
+from dp_keras_opt.optimizers.geometries import Mean, kept_between
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.released import Released
@@ -51,9 +50,7 @@ class AdaClip(Mean):
         super().__init__(beta)
         if self.beta == 0:
             raise ValueError("beta must be in (0, 1): of one gradient there is no spread.")
-        if not (is_number(low) and is_number(high) and 0 < low <= high < float("inf")):
-            raise ValueError(f"0 < low <= high must hold, received low={low!r}, high={high!r}.")
-        self.low, self.high = float(low), float(high)
+        self.low, self.high = kept_between(low, high)
 
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         super().build(optimizer, variables)

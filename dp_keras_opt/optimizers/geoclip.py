@@ -12,7 +12,7 @@ import tensorflow as tf
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.clipping.geometry import LowRank
 from dp_keras_opt.clipping.query import Query
-from dp_keras_opt.optimizers.geometries import Mean
+from dp_keras_opt.optimizers.geometries import Mean, kept_between
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.released import Released
@@ -64,10 +64,8 @@ class GeoClip(Mean):
         super().__init__(beta)
         if not (is_number(beta_2) and 0 < beta_2 < 1):
             raise ValueError(f"beta_2 must be in (0, 1), received {beta_2!r}.")
-        if not (is_number(low) and is_number(high) and 0 < low <= high < float("inf")):
-            raise ValueError(f"0 < low <= high must hold, received low={low!r}, high={high!r}.")
         self.rank = whole_number(rank, "rank")
-        self.beta_2, self.low, self.high = float(beta_2), float(low), float(high)
+        self.beta_2, (self.low, self.high) = float(beta_2), kept_between(low, high)
 
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         super().build(optimizer, variables)

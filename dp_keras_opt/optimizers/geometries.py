@@ -121,6 +121,17 @@ class Mean(Geometry):
         return {"beta": self.beta}
 
 
+def kept_between(low: float, high: float) -> tuple[float, float]:
+    """The bounds of variances, as floats.
+
+    Raises:
+        ValueError: they are not 0 < low ≤ high, finite.
+    """
+    if not (is_number(low) and is_number(high) and 0 < low <= high < float("inf")):
+        raise ValueError(f"0 < low <= high must hold, received low={low!r}, high={high!r}.")
+    return float(low), float(high)
+
+
 def get(identifier: Geometry | Mapping[str, Any] | None) -> Geometry | None:
     """Resolves a geometry: None, an object, or a serialised one; a copy, since it has state.
 

@@ -989,6 +989,7 @@ def test_a_convolution_of_missing_numbers_is_taken(activation):
     model.compile(dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=8), loss)
     model.sampling = dp.accounting.Sampling.poisson(100, 8)
     model.train_on_batch(np.zeros((8, 12, 12, 2), "float32"), np.zeros(8, "int32"))
+    assert model.ledger.steps == 1
 
 
 def test_a_small_network_with_average_and_max_pooling_is_taken():
@@ -1011,3 +1012,4 @@ def test_a_small_network_with_average_and_max_pooling_is_taken():
     model.compile(dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0), loss)
     x, y = np.zeros((64, 28, 28, 1), "float32"), np.zeros(64, "int32")
     model.fit(dp.data.poisson_batches((x, y), 16), epochs=1, verbose=0)
+    assert model.ledger.steps == 4
