@@ -42,6 +42,12 @@ def pytest_addoption(parser):
         action="store_true",
         help="write down which tests were slow: for a run of all of them, on a quiet machine",
     )
+    parser.addoption(
+        "--no-new-test-after",
+        type=float,
+        metavar="SECONDS",
+        help="skip what has not begun by then, with files in another order each time",
+    )
 
 
 def pytest_configure(config):
@@ -49,6 +55,8 @@ def pytest_configure(config):
         hypothesis.settings.load_profile("thorough")
     if config.getoption("store_slow") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(slow.Recorder())
+    if config.getoption("no_new_test_after") is not None:
+        config.pluginmanager.register(slow.Limit(config.getoption("no_new_test_after")))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` asks for the markers

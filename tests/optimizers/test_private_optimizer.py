@@ -173,6 +173,7 @@ INNER = {
     "Nadam": lambda: keras.optimizers.Nadam(0.01),
     "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "RMSprop": lambda: keras.optimizers.RMSprop(0.01, centered=True, momentum=0.5),
+    "Muon": lambda: keras.optimizers.Muon(0.01, weight_decay=0.1),
     "SGD decayed": lambda: keras.optimizers.SGD(decayed(), momentum=0.9),
     "Adam EMA": lambda: keras.optimizers.Adam(
         0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
@@ -262,6 +263,68 @@ def test_wrapped_lion_is_the_formula():
             m[i] = beta_2 * m[i] + (1 - beta_2) * gradient
         model.train_on_batch(x, y)
         assert_same(weights_of(model), w)
+
+
+def orthogonalized(matrix):
+    """Five steps of Muon's Newton-Schulz iteration, on the wide side."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+def test_wrapped_muon_is_the_formula(jit_compile):
+    eta, beta, clip_norm, sigma = 0.05, 0.8, 0.7, 1.3
+    inner = keras.optimizers.Muon(
+        eta, momentum=beta, nesterov=False, rms_rate=None, weight_decay=0.1, adam_weight_decay=None
+    )
+    optimizer = DPOptimizer(
+        inner, clip_norm=clip_norm, noise_multiplier=sigma, batch_size=BATCH, noise=KnownNoise()
+    )
+    model = linear(optimizer, jit_compile=jit_compile)
+    w = weights_of(model)
+    momentum, m, v = 0 * w[0], 0 * w[1], 0 * w[1]
+    for t, (x, y) in enumerate(batches(4), 1):
+        kernel, bias = privatized(w, x, y, clip_norm, sigma)
+        momentum = beta * momentum + kernel
+        m, v = 0.9 * m + 0.1 * bias, 0.999 * v + 0.001 * bias**2
+        rate = eta * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)  # biases are for its Adam
+        w = [
+            w[0] - eta * 0.1 * w[0] - eta * orthogonalized(momentum),
+            w[1] - rate * m / (np.sqrt(v) + 1e-7),
+        ]
+        model.train_on_batch(x, y)
+        assert_same(weights_of(model), w, rtol=1e-4)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has none"
+)
+def test_wrapped_schedule_free_trains_the_average_of_its_steps():
+    """With TensorFlow Keras's own takes gradients at the average itself, whatever beta_1 is."""
+    eta, beta_2, clip_norm, sigma = 0.05, 0.9, 0.7, 1.3
+    model = linear(
+        DPOptimizer(keras.optimizers.ScheduleFreeAdamW(eta, beta_1=0.8, beta_2=beta_2),
+                    clip_norm=clip_norm, noise_multiplier=sigma, batch_size=BATCH,
+                    noise=KnownNoise())
+    )  # fmt: skip
+    average = z = weights_of(model)
+    v = [0 * a for a in z]
+    for t, (x, y) in enumerate(batches(5), 1):
+        g = privatized(average, x, y, clip_norm, sigma)
+        for i, gradient in enumerate(g):
+            v[i] = beta_2 * v[i] + (1 - beta_2) * gradient**2
+            step = eta * gradient / (np.sqrt(v[i] / (1 - beta_2**t)) + 1e-8)
+            z = [*z[:i], z[i] - step, *z[i + 1 :]]
+        average = [a + (b - a) / t for a, b in zip(average, z, strict=True)]
+        model.train_on_batch(x, y)
+        assert_same(weights_of(model), average, rtol=1e-4)
+    for variable, expected in zip(model.optimizer.inner._momentums, z, strict=True):
+        np.testing.assert_allclose(variable, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- the clip bound, as it shows in the update
