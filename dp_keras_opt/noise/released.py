@@ -35,7 +35,9 @@ class Released(NamedTuple):
 
     def unscaled(self) -> Released:
         """The same statistic in the coordinates of the gradient: value and noise over s or M, a
-        added."""
+        added; this one, if it is in them."""
+        if self.scale is None and self.geometry is None and self.centre is None:
+            return self
         value, std, square = self.value, self.noise_std, self.square
         if self.scale is not None:
             stds = std if isinstance(std, list) else [std] * len(value)

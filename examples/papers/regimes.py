@@ -1,0 +1,210 @@
+"""Where does which private optimizer win? A map, from quadratics whose optimum is known.
+
+    python examples/papers/regimes.py              # half an hour; goes on if interrupted
+    python examples/papers/regimes.py --quick      # a few seconds: little of everything
+
+Eight methods, each at its best settings, on quadratics (see quadratics.py) of 1,000 and a million
+weights, well and badly conditioned, whose examples are dense or sparse and whose loss lies in steep
+directions or in all alike; after 100, 1,000 and 10,000 steps, at five levels of noise. Settings are
+the best of a grid.
+
+- momentum: SGD with 0.9.
+- filtered: SGD behind DOPPLER's first-order filter.
+- uneven: momentum, with noise that falls over the steps, at the same Σ 1/σ_t².
+- accelerated: Nesterov's momentum, of 0.9, 0.99 or 0.999.
+- correlated: momentum with the noise of 8 bands that is planned for a horizon of an eighth of the
+  steps. Batches come in turns, for which the accountant takes a larger σ: so the map has what it
+  would win without, and the price at which nothing is left of it.
+- bias-corrected Adam, scale-then-privatize, and delayed (DP²-RMSProp).
+
+Writes regimes.csv (all that was found), regimes.md (a verdict) and regimes.png to
+output/papers/regimes.
+"""
+
+import csv
+import itertools
+
+import numpy as np
+import quadratics
+import report
+from scipy import optimize
+
+from dp_keras_opt.noise import BandedMatrix
+
+CONDITIONS = (10.0, 1e3, 1e5)
+SIZES = (10**3, 10**6)
+NOISES = (1e-4, 4e-4, 1.6e-3, 6.4e-3, 2.56e-2)
+STEPS = (100, 1_000, 10_000)
+RATES = 2.0 ** np.arange(-16, 4.5, 0.5)  # in units of 1/h_max
+ADAPTIVE_RATES = 2.0 ** np.arange(-17, 0.0)  # in units of the largest distance
+SHARES = (0.1, 0.5)
+FALLS = (3.0, 10.0, 30.0, 100.0)  # the first variance over the last
+METHODS = ("momentum", "filtered", "uneven", "accelerated", "correlated", "bias-corrected",
+           "scale-then-privatize", "delayed")  # fmt: skip
+CLAIM = "Each of the five papers shows its method ahead of plain private training."
+
+
+def planned(steps):
+    """The coefficients of 8 bands for a horizon of an eighth of the steps."""
+    return BandedMatrix(steps, min(8, steps), momentum=0.9, horizon=steps / 8).coefficients
+
+
+def falling(steps, fall):
+    """σ_t over σ: variances that fall geometrically, at the same Σ 1/σ_t²."""
+    variances = fall ** -np.linspace(0, 1, steps)
+    return np.sqrt(variances * np.mean(1 / variances))
+
+
+class Linear:
+    """The best losses of linear methods on problems that have these curvatures.
+
+    Their responses do not depend on the noise, and are found once.
+    """
+
+    def __init__(self, curvatures, steps):
+        self.steps = steps
+        self._responses = {
+            name: quadratics.impulse_responses(rule, RATES / max(curvatures), curvatures, steps)
+            for name, rule in {
+                "momentum": quadratics.momentum(0.9),
+                "filtered": quadratics.low_pass("first_order_v1"),
+                0.9: quadratics.momentum(0.9, nesterov=True),
+                0.99: quadratics.momentum(0.99, nesterov=True),
+                0.999: quadratics.momentum(0.999, nesterov=True),
+            }.items()
+        }
+
+    def losses(self, problem):
+        """{method: (the loss, the setting)}."""
+
+        def best(name, **noise):
+            losses = quadratics.linear_losses(problem, self._responses[name], **noise)
+            return float(losses.min()), f"rate {RATES[losses.argmin()]:.3g}"
+
+        def best_of(settings, losses):
+            value, setting = min(zip(losses, settings, strict=True))
+            return value[0], f"{value[1]}, {setting:g}"
+
+        return {
+            "momentum": best("momentum"),
+            "filtered": best("filtered"),
+            "uneven": best_of(
+                FALLS, [best("momentum", levels=falling(self.steps, fall)) for fall in FALLS]
+            ),
+            "accelerated": best_of((0.9, 0.99, 0.999), map(best, (0.9, 0.99, 0.999))),
+            "correlated": best("momentum", coefficients=planned(self.steps)),
+        }
+
+    def break_even(self, problem):
+        """The price, σ over that of independent noise, at which correlated noise gains nothing."""
+        goal = self.losses(problem)["momentum"][0]
+
+        def excess(log_price):
+            losses = quadratics.linear_losses(
+                problem, self._responses["momentum"], planned(self.steps), np.exp(log_price)
+            )
+            return np.log(losses.min() / goal)
+
+        return float(np.exp(optimize.brentq(excess, -1.0, 4.0, xtol=1e-3)))
+
+
+def simulated(problem, steps, seed):
+    """{method: {steps: (the loss, the setting)}} of those that have no closed form."""
+    farthest = max(problem.distances)
+    grid = np.array(list(itertools.product(ADAPTIVE_RATES * farthest, SHARES)))
+    runs = {
+        "bias-corrected": {"rate": ADAPTIVE_RATES * farthest},
+        "scale-then-privatize": {"rate": grid[:, 0], "share": grid[:, 1]},
+    }
+    found = {}
+    for name, settings in runs.items():
+        noises = quadratics.draws(problem, max(steps), seed)
+        squares = quadratics.adam(problem, settings, noises)
+        found[name] = {t: _best(problem, e, settings) for t, e in enumerate(squares, 1) if t in steps}
+    found["delayed"] = {}
+    plain = RATES[8:34:5] / max(problem.curvatures) * 0.1  # without momentum
+    grid = np.array(list(itertools.product(plain, ADAPTIVE_RATES[2::3] * farthest, SHARES[1:])))
+    for length in steps:
+        ends = []
+        for delay in (length // 8, length // 4):
+            names = ("rate", "adaptive_rate", "share")
+            settings = dict(zip(names, grid.T, strict=True)) | {"delay": [delay] * len(grid)}
+            noises = quadratics.draws(problem, length, seed)
+            *_, squares = quadratics.delayed(problem, settings, noises)
+            ends.append(_best(problem, squares, settings))
+        found["delayed"][length] = min(ends)
+    return found
+
+
+def _best(problem, squares, settings):
+    loss, place = quadratics.best(problem, squares)
+    return loss, ", ".join(f"{name} {values[place]:.3g}" for name, values in settings.items())
+
+
+def found_at(place, linear, seed):
+    """One row for each number of steps and method, of a place in the map."""
+    sparse, condition, size, flat, noise = place
+    problem = quadratics.power_law(size, condition, flat, noise, sparse)
+    adaptive = simulated(problem, STEPS, seed)
+    for steps in STEPS:
+        results = linear[steps].losses(problem)
+        results |= {name: ends[steps] for name, ends in adaptive.items()}
+        for method in METHODS:
+            loss, setting = results[method]
+            row = dict(zip(("sparse", "condition", "size", "flat", "noise"), place, strict=True))
+            price = linear[steps].break_even(problem) if method == "correlated" else ""
+            yield row | {
+                "steps": steps, "method": method, "loss": f"{loss:.5g}", "setting": setting,
+                "break_even": price and f"{price:.3f}",
+            }  # fmt: skip
+
+
+def all_places(quick=False):
+    """Every place in the map, those with the same curvatures together."""
+    places = itertools.product(CONDITIONS, SIZES, (False, True), (False, True), NOISES)
+    places = [(sparse, c, size, flat, noise) for c, size, sparse, flat, noise in places]
+    return places[4:60:11] if quick else places
+
+
+def run(path, places, seed):
+    """All rows; a file that is there already goes on."""
+    rows = []
+    if path.exists():
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    there = {tuple(row[n] for n in ("sparse", "condition", "size", "flat", "noise")) for row in rows}
+    curvatures = None
+    with open(path, "a", newline="", encoding="utf-8") as file:
+        for number, place in enumerate(places, 1):
+            if tuple(map(str, place)) in there:
+                continue
+            if curvatures != place[1:3]:
+                curvatures = place[1:3]
+                h = quadratics.power_law(place[2], place[1], False, 1.0, False).curvatures
+                linear = {steps: Linear(h, steps) for steps in STEPS}
+            new = list(found_at(place, linear, seed))
+            writer = csv.DictWriter(file, new[0])
+            if not rows:
+                writer.writeheader()
+            writer.writerows(new)
+            file.flush()
+            rows += [{name: str(value) for name, value in row.items()} for row in new]
+            print(f"{number} of {len(places)} places", flush=True)
+    return rows
+
+
+def table(rows):
+    """Placeholder."""
+
+
+def main():
+    options = report.parser(__doc__, "regimes").parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.quick:
+        global STEPS
+        STEPS = (100,)
+    run(options.output / "regimes.csv", all_places(options.quick), options.seed)
+
+
+if __name__ == "__main__":
+    main()
