@@ -1,7 +1,7 @@
 """Private optimizers on quadratics: what is left of the loss, in closed form or simulated.
 
-The loss is ½ Σ_j h_j e_j², e the distance to the optimum, in nats of a likelihood: curvature is then
-the second moment of an example's gradient, of which the scale is chosen such that Σ h_j = 1.
+The loss is ½ Σ_j h_j e_j², e the distance to the optimum, in nats of a likelihood: curvature is
+then the second moment of an example's gradient, of which the scale is chosen such that Σ h_j = 1.
 Examples' gradients have the norm 1, which is the clip norm, and the gradient of a step is
 
     h_j e_j + N(0, h_j/B) + N(0, ν²),     ν = σ/B,
@@ -108,9 +108,7 @@ def impulse_responses(rule, rates, curvatures, steps):
     result = np.empty((len(rates), len(curvatures), steps))
     for place in np.ndindex(result.shape[:2]):
         taken = rates[place[0]] * np.append(0.0, b)
-        loop = polynomial.polyadd(
-            polynomial.polymul(a, [1.0, -1.0]), curvatures[place[1]] * taken
-        )
+        loop = polynomial.polyadd(polynomial.polymul(a, [1.0, -1.0]), curvatures[place[1]] * taken)
         result[place] = signal.lfilter(taken, loop, impulse)[1:]
     return result
 
@@ -131,13 +129,15 @@ def linear_losses(problem, responses, coefficients=(1.0,), price=1.0, levels=1.0
         responses: of the rule, (rates, groups, steps).
         coefficients: c of the Toeplitz matrix whose inverse correlates the noise.
         price: σ over that of independent noise at the same ε.
-        levels: σ_t over σ, (steps,).
+        levels: σ_t over σ, (steps,), by which correlated noise is multiplied.
     """
-    left = 1 - problem.curvatures * np.sum(responses, axis=-1)
-    sampled = np.sum(responses**2, axis=-1) * problem.curvatures / problem.batch_size
-    correlated = signal.lfilter([1.0], coefficients, responses, axis=-1)
-    private = np.sum((correlated * np.flip(levels)) ** 2, axis=-1) * (price * problem.noise) ** 2
-    losses = problem.loss((left * problem.distances) ** 2 + sampled + private)
+    with np.errstate(over="ignore", invalid="ignore"):  # rates that are too high
+        left = 1 - problem.curvatures * np.sum(responses, axis=-1)
+        sampled = np.sum(responses**2, axis=-1) * problem.curvatures / problem.batch_size
+        levelled = responses * np.flip(levels)
+        correlated = signal.lfilter([1.0], coefficients, levelled, axis=-1)
+        private = np.sum(correlated**2, axis=-1) * (price * problem.noise) ** 2
+        losses = problem.loss((left * problem.distances) ** 2 + sampled + private)
     return np.where(np.isfinite(losses), losses, np.inf)
 
 
@@ -188,7 +188,9 @@ def adam(problem, settings, noises, power=1.0):
         m += (1 - BETA_1) * (g - m)
         v += (1 - BETA_2) * (g * g - v)
         v_hat = v / (1 - BETA_2**t)
-        root = np.sqrt(v_hat) + EPSILON if scale_first else np.sqrt(np.maximum(v_hat - floor, floor))
+        root = (
+            np.sqrt(v_hat) + EPSILON if scale_first else np.sqrt(np.maximum(v_hat - floor, floor))
+        )
         e -= rates / (1 - BETA_1**t) * m / root
         yield e**2
 

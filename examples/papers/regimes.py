@@ -17,7 +17,7 @@ the best of a grid.
   would win without, and the price at which nothing is left of it.
 - bias-corrected Adam, scale-then-privatize, and delayed (DP²-RMSProp).
 
-Writes regimes.csv (all that was found), regimes.md (a verdict) and regimes.png to
+Writes regimes-all.csv (all that was found), regimes.csv and .md (a table), and regimes.png to
 output/papers/regimes.
 """
 
@@ -35,12 +35,14 @@ CONDITIONS = (10.0, 1e3, 1e5)
 SIZES = (10**3, 10**6)
 NOISES = (1e-4, 4e-4, 1.6e-3, 6.4e-3, 2.56e-2)
 STEPS = (100, 1_000, 10_000)
-RATES = 2.0 ** np.arange(-16, 4.5, 0.5)  # in units of 1/h_max
+RATES = 2.0 ** np.arange(-32, 5)  # in units of 1/h_max
+FIRST_RATES = 2.0 ** np.array([-28, -22, -17, -13, -9, -6, -3])  # of the phase that learns v
 ADAPTIVE_RATES = 2.0 ** np.arange(-17, 0.0)  # in units of the largest distance
 SHARES = (0.1, 0.5)
 FALLS = (3.0, 10.0, 30.0, 100.0)  # the first variance over the last
 METHODS = ("momentum", "filtered", "uneven", "accelerated", "correlated", "bias-corrected",
            "scale-then-privatize", "delayed")  # fmt: skip
+PLACE = ("sparse", "condition", "size", "flat", "noise")
 CLAIM = "Each of the five papers shows its method ahead of plain private training."
 
 
@@ -120,9 +122,11 @@ def simulated(problem, steps, seed):
     for name, settings in runs.items():
         noises = quadratics.draws(problem, max(steps), seed)
         squares = quadratics.adam(problem, settings, noises)
-        found[name] = {t: _best(problem, e, settings) for t, e in enumerate(squares, 1) if t in steps}
+        found[name] = {
+            t: _best(problem, e, settings) for t, e in enumerate(squares, 1) if t in steps
+        }
     found["delayed"] = {}
-    plain = RATES[8:34:5] / max(problem.curvatures) * 0.1  # without momentum
+    plain = FIRST_RATES / max(problem.curvatures)
     grid = np.array(list(itertools.product(plain, ADAPTIVE_RATES[2::3] * farthest, SHARES[1:])))
     for length in steps:
         ends = []
@@ -151,7 +155,7 @@ def found_at(place, linear, seed):
         results |= {name: ends[steps] for name, ends in adaptive.items()}
         for method in METHODS:
             loss, setting = results[method]
-            row = dict(zip(("sparse", "condition", "size", "flat", "noise"), place, strict=True))
+            row = dict(zip(PLACE, place, strict=True))
             price = linear[steps].break_even(problem) if method == "correlated" else ""
             yield row | {
                 "steps": steps, "method": method, "loss": f"{loss:.5g}", "setting": setting,
@@ -172,7 +176,7 @@ def run(path, places, seed):
     if path.exists():
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-    there = {tuple(row[n] for n in ("sparse", "condition", "size", "flat", "noise")) for row in rows}
+    there = {tuple(row[name] for name in PLACE) for row in rows}
     curvatures = None
     with open(path, "a", newline="", encoding="utf-8") as file:
         for number, place in enumerate(places, 1):
@@ -193,17 +197,122 @@ def run(path, places, seed):
     return rows
 
 
+def ratios(rows):
+    """{(place, steps): {method: its loss over that of momentum}}."""
+    cells = {}
+    for row in rows:
+        cell = cells.setdefault((*(row[name] for name in PLACE), int(row["steps"])), {})
+        cell[row["method"]] = float(row["loss"])
+    return {
+        where: {method: loss / cell["momentum"] for method, loss in cell.items()}
+        for where, cell in cells.items()
+    }
+
+
 def table(rows):
-    """Placeholder."""
+    """One row for each method and kind of problem: how it compares with momentum."""
+    cells, result = ratios(rows), []
+    kinds = itertools.product(("False", "True"), ("False", "True"))
+    for (sparse, flat), method in itertools.product(kinds, METHODS[1:]):
+        here = [cell for where, cell in cells.items() if (where[0], where[3]) == (sparse, flat)]
+        if not here:
+            continue
+        found = np.array([cell[method] for cell in here])
+        others = [set(METHODS) - {"correlated"}] * len(here)
+        wins = [
+            min(names, key=cell.get) == method for names, cell in zip(others, here, strict=True)
+        ]
+        result.append(
+            {"examples": ("dense", "sparse")[sparse == "True"],
+             "loss is": ("in steep directions", "in all alike")[flat == "True"], "method": method,
+             "loss over momentum's, median": float(np.median(found)),
+             "least": float(found.min()), "most": float(found.max()),
+             "better by a tenth": f"{np.mean(found < 0.9):.0%}",
+             "worse by a tenth": f"{np.mean(found > 1.1):.0%}",
+             "best but for correlated": f"{np.mean(wins):.0%}"}
+        )  # fmt: skip
+    return result
+
+
+def verdict(rows):
+    """What the whole map says of each method, in words."""
+    cells = list(ratios(rows).values())
+    lines = []
+    for method in METHODS[1:]:
+        found = np.array([cell[method] for cell in cells])
+        better, worse = np.mean(found < 0.9), np.mean(found > 1.1)
+        lines.append(
+            f"{method}: {np.median(found):.2f} of the loss of momentum in the median, from "
+            f"{found.min():.2f} to {found.max():.3g}; better by a tenth in {better:.0%} of "
+            f"{len(found)} places, worse in {worse:.0%}"
+        )
+    prices = [float(row["break_even"]) for row in rows if row["break_even"]]
+    lines.append(
+        f"correlated noise is worth its price up to {min(prices):.2f} to {max(prices):.2f} times "
+        f"the σ of independent noise (median {np.median(prices):.2f})"
+    )
+    return "\n\n" + "\n".join(f"- {line}." for line in lines)
+
+
+def plot(rows, path):
+    """Who wins without correlated noise, by how much, and up to which price correlation pays."""
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    names = [method for method in METHODS if method != "correlated"]
+    colours = ["0.85", "C9", "C1", "C2", "C4", "C0", "C3"]
+    cells = ratios(rows)
+    kinds = list(itertools.product(("False", "True"), ("False", "True")))
+    columns = list(itertools.product(SIZES, CONDITIONS))
+    figure, axes = plt.subplots(
+        len(kinds), len(columns), figsize=(13, 9), sharex=True, sharey=True, squeeze=False
+    )
+    for (i, (sparse, flat)), (j, (size, condition)) in itertools.product(
+        enumerate(kinds), enumerate(columns)
+    ):
+        panel = axes[i, j]
+        winners = np.full((len(NOISES), len(STEPS)), np.nan)
+        for (y, noise), (x, steps) in itertools.product(enumerate(NOISES), enumerate(STEPS)):
+            cell = cells.get((sparse, str(condition), str(size), flat, str(noise), steps))
+            if cell is None:
+                continue
+            best = min(names, key=cell.get)
+            winners[y, x] = names.index(best)
+            panel.text(x, y, f"{cell[best]:.2f}", ha="center", va="center", fontsize=8)
+        panel.imshow(
+            winners, ListedColormap(colours), origin="lower", aspect="auto",
+            vmin=-0.5, vmax=len(names) - 0.5,
+        )  # fmt: skip
+        panel.set_xticks(range(len(STEPS)), [f"{steps:,}" for steps in STEPS], fontsize=8)
+        panel.set_yticks(range(len(NOISES)), [f"{1 / noise:,.0f}" for noise in NOISES], fontsize=8)
+        if i == 0:
+            panel.set_title(f"{size:,} weights,\ncondition {condition:,.0f}", fontsize=9)
+        if j == 0:
+            kind = ("dense", "sparse")[sparse == "True"] + " examples,\nloss "
+            panel.set_ylabel(
+                kind + ("in steep directions", "in all alike")[flat == "True"] + "\nB/σ"
+            )
+        if i == len(kinds) - 1:
+            panel.set_xlabel("steps", fontsize=9)
+    handles = [Patch(color=colour, label=name) for name, colour in zip(names, colours, strict=True)]
+    figure.legend(handles=handles, loc="lower center", ncol=len(names), frameon=False)
+    figure.suptitle("The best without correlated noise; its loss over that of momentum")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
 
 
 def main():
     options = report.parser(__doc__, "regimes").parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
+    name = "regimes" + "-quick" * options.quick
     if options.quick:
         global STEPS
-        STEPS = (100,)
-    run(options.output / "regimes.csv", all_places(options.quick), options.seed)
+        STEPS = STEPS[:1]
+    rows = run(options.output / f"{name}-all.csv", all_places(options.quick), options.seed)
+    report.write(options.output, name, table(rows), CLAIM, verdict(rows))
+    plot(rows, options.output / f"{name}.png")
 
 
 if __name__ == "__main__":
