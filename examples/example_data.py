@@ -1,8 +1,10 @@
 """Real data for the examples, fetched once into a folder that git ignores."""
 
+import collections
 import gzip
 import hashlib
 import io
+import itertools
 import pathlib
 import re
 import shutil
@@ -271,6 +273,45 @@ def nouns(path=None):
             definitions.append(re.sub(r'"[^"]*("|$)', " ", gloss).strip(" ;"))
             topics.append(int(fields.split(maxsplit=2)[1]) - NOUN_TOPS)
     return np.array(definitions), np.int32(topics)
+
+
+def branches(count, path=None, largest=0.2):
+    """What nouns of English mean, and which branches of WordNet's tree each of them is in.
+
+    Args:
+        count: of branches: those with the most nouns under them.
+        path: as for `nouns`.
+        largest: the share of the nouns that a branch may have at most.
+
+    Returns:
+        (definitions, members): strings (n,), and float32 (n, count) of zeros and ones.
+    """
+    definitions, _ = nouns(path)
+    parents, places = [], {}
+    for line in pathlib.Path(path or _wordnet()).read_text(encoding="utf-8").splitlines():
+        if not line.startswith(" "):
+            fields = line.split(" | ", maxsplit=1)[0].split()
+            places[fields[0]] = len(parents)
+            pointers = fields[4 + 2 * int(fields[3], 16) + 1 :]  # after the words, and a number
+            kinds = zip(pointers[::4], pointers[1::4], strict=False)
+            parents.append([other for kind, other in kinds if kind in ("@", "@i")])
+    above = [set() for _ in parents]
+
+    def ancestors(place):
+        if not above[place] and parents[place]:
+            for parent in parents[place]:
+                above[place] |= {places[parent]} | ancestors(places[parent])
+        return above[place]
+
+    sizes = collections.Counter()
+    for place in range(len(parents)):
+        sizes.update(ancestors(place))
+    most = (place for place, size in sizes.most_common() if size <= largest * len(parents))
+    column = {place: number for number, place in enumerate(itertools.islice(most, count))}
+    members = np.zeros((len(parents), count), np.float32)
+    for row, each in enumerate(above):
+        members[row, [column[place] for place in each & column.keys()]] = 1.0
+    return definitions, members
 
 
 def _wordnet():

@@ -1,0 +1,167 @@
+"""The papers' claims at length: the tasks can be learned, and the verdict says what was seen."""
+
+import dataclasses
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import dp_keras_opt as dp
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "papers")]
+
+import at_length  # noqa: E402
+import example_data  # noqa: E402
+
+LINE = '{:08d} {:02d} n 02 {} 0 other 0 {:03d} {}| what {} is; "an example"\n'
+
+
+@pytest.fixture
+def nouns(tmp_path):
+    """Seven nouns: 1 is above all, 2 and 3 below it, 4 and 5 below 2, 6 below 5, 7 below 3, 4."""
+    above = {1: [], 2: [1], 3: [1], 4: [2], 5: [2], 6: [5], 7: [3, 4]}
+    lines = ["  1 a licence\n"]
+    for place, parents in above.items():
+        kinds = ["@"] * len(parents)
+        if place == 7:
+            kinds[1] = "@i"
+        pointers = "".join(
+            f"{kind} {p:08d} n 0000 " for kind, p in zip(kinds, parents, strict=True)
+        )
+        pointers += "~ 00000009 n 0000 "  # of another kind
+        count = len(parents) + 1
+        lines.append(LINE.format(place, 3 + place, f"noun{place}", count, pointers, place))
+    path = tmp_path / "data.noun"
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def test_branches_hold_all_that_is_below(nouns):
+    definitions, members = example_data.branches(3, nouns, largest=0.6)
+    assert definitions[3] == "what 4 is"
+    below = {frozenset(np.flatnonzero(column) + 1) for column in members.T}
+    # 1 is above six of seven, too many; 3, 4 and 5 have one each, of which two are taken.
+    assert frozenset({4, 5, 6, 7}) in below
+    assert below - {frozenset({4, 5, 6, 7})} <= {frozenset({7}), frozenset({6})}
+
+
+def made_up_pictures():
+    """Bright above, or below."""
+    y = np.arange(6_800) % 2
+    x = np.zeros((len(y), 28, 28, 1), np.float32)
+    x[y == 0, :14], x[y == 1, 14:] = 1.0, 1.0
+    return (x[:6_600], np.int32(y[:6_600])), (x[6_600:], np.int32(y[6_600:]))
+
+
+def made_up_branches(count):
+    """Two words, each of a branch of its own."""
+    which = np.arange(20_600) % 2
+    members = np.zeros((len(which), count), np.float32)
+    members[np.arange(len(which)), which] = 1.0
+    return np.array(["a hot thing", "a cold thing"])[which], members
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    monkeypatch.setattr(at_length, "fashion", made_up_pictures)
+    monkeypatch.setattr(at_length, "branches", made_up_branches)
+    monkeypatch.setattr(at_length, "prose", lambda: "abcdefgh" * 6_000)
+    monkeypatch.setattr(at_length, "TAGS", 5)
+
+
+def trained(make, name, values, steps, **changes):
+    task = dataclasses.replace(make(), steps=steps, batch_size=100, **changes)
+    model = dp.tuning.runs.train(task, dp.tuning.get(name), values, 50.0, 1e-5)
+    return dp.tuning.runs.score(task, model, task.test)
+
+
+@pytest.mark.parametrize("name", ["cnn", "vit", "pretrained"])
+def test_pictures_can_be_told_apart(made_up, name):
+    make = at_length.filtered().tasks[name]
+    assert trained(make, "DPSGD", {"learning_rate": 1.0}, 40) > 0.9
+
+
+def test_branches_can_be_told_apart(made_up):
+    before = trained(at_length.tags, "DPSGD", {"learning_rate": 1e-6}, 1)
+    after = trained(at_length.tags, "DPSGD", {"learning_rate": 20.0}, 60, clip_norm=1.0)
+    assert after < 0.7 * before
+
+
+def test_the_transformer_has_a_million_weights():
+    assert 0.9e6 < at_length.large_transformer().count_params() < 1.1e6
+
+
+def test_characters_can_be_predicted(made_up, monkeypatch):
+    monkeypatch.setattr(at_length, "large_transformer", lambda: small_transformer())
+    loss = trained(at_length.characters, "DPAdam", {"learning_rate": 0.02}, 40)
+    assert loss < 0.7 * np.log(at_length.language_model.VOCABULARY)
+
+
+def small_transformer():
+    return BUILD(width=20, depth=1, heads=2)
+
+
+BUILD = at_length.large_transformer
+
+
+def test_the_start_of_pretrained_models_is_that_of_the_digits(made_up):
+    model = at_length.filtered().tasks["pretrained"]().build()
+    for found, expected in zip(model.get_weights(), at_length.pretrained(), strict=False):
+        np.testing.assert_array_equal(found, expected)
+    keras.utils.set_random_seed(1)
+    fresh = at_length.classifier(at_length.doppler.small_cnn).get_weights()
+    assert any(
+        np.abs(a - b).max() > 0.01 for a, b in zip(at_length.pretrained(), fresh, strict=False)
+    )
+
+
+def test_noise_follows_the_rounded_step_sizes():
+    """σ_t ∝ η_t^(−1/2), up to half a step of the rounding."""
+    plain, adp = at_length.uneven().candidates
+    run = dp.tuning.RunInfo(steps=500, batch_size=100, clip_norm=1.0)
+    optimizer = adp.make(run, learning_rate=2.0)
+    found = np.log(optimizer.noise_schedule.alphas(0, 500))
+    rates = np.array([float(optimizer._learning_rate(t)) for t in range(500)])
+    exact = -0.5 * np.log(rates)
+    spread = (found - exact) - np.mean(found - exact)
+    assert np.abs(spread).max() < 0.15
+    assert np.ptp(found) > 0.5  # they do differ
+    assert np.ptp(plain.make(run, learning_rate=2.0).noise_schedule.alphas(0, 500)) == 0
+
+
+def test_the_budget_of_delayed_is_what_the_papers_noise_costs(made_up):
+    experiment = at_length.delayed()
+    task = at_length.tags()
+    (epsilon,) = experiment.epsilons(task)
+    optimizer = dp.optimizers.DPSGD(clip_norm=1.0, batch_size=64)
+    sampling = dp.accounting.Sampling.poisson(len(task.train[1]), 64)
+    sigma = dp.accounting.calibrate(optimizer, sampling, 10_000, epsilon, 1e-6)
+    np.testing.assert_allclose(sigma, 1.0, rtol=1e-3)
+
+
+def test_the_verdict_needs_two_standard_errors(tmp_path):
+    rows = [
+        {"candidate": name, "epsilon": 3.0, "score": score, "standard_error": 0.01, "values": {},
+         "scores": []}
+        for name, score in [("a", 0.90), ("b", 0.80), ("c", 0.89)]
+    ]  # fmt: skip
+    found = {"task": dp.tuning.Comparison(rows, higher_is_better=True)}
+    text = at_length.verdict(found, [("a", "b"), ("a", "c"), ("b", "c")])
+    assert "a better than b: seen (+0.1000 ± 0.0141)" in text
+    assert "a better than c: not told apart" in text
+    assert "b better than c: contradicted" in text
+    lower = {"task": dp.tuning.Comparison(rows, higher_is_better=False)}
+    assert "a better than b: contradicted" in at_length.verdict(lower, [("a", "b")])
+
+
+def test_a_comparison_goes_on(made_up, tmp_path, monkeypatch, capsys):
+    arguments = ["filtered", "--quick", "--tasks", "cnn", "--epsilons", "3"]
+    monkeypatch.setattr(sys, "argv", ["at_length.py", *arguments, "--output", str(tmp_path)])
+    at_length.main()
+    first = (tmp_path / "filtered-cnn-quick.csv").read_text(encoding="utf-8")
+    at_length.main()
+    assert (tmp_path / "filtered-cnn-quick.csv").read_text(encoding="utf-8") == first
+    assert "DPSGD, filter" in (tmp_path / "filtered-quick.md").read_text(encoding="utf-8")
