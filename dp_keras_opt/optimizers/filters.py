@@ -422,19 +422,63 @@ def get(identifier: Filter | str | Mapping[str, Any] | None) -> Filter | None:
     return copy.copy(identifier)
 
 
-def inner(outer: str, identifier: Filter | str | Mapping[str, Any] | None) -> Filter | None:
-    """The filter that goes on with what another one gives, which chooses the points.
+class AtPoints(Filter):
+    """Chooses where gradients are taken, and leaves what is made of them to another filter.
+
+    A subclass says where (`points`), and what it keeps for the next step (`prepare`, `keep`).
+
+    Args:
+        then: None, or the filter that g̃_t then goes through, as `gradient_filter` is given.
 
     Raises:
-        ValueError: it chooses points, too.
+        ValueError: `then` chooses points, too.
     """
-    then = get(identifier)
-    if then is not None and then.chooses_points:
-        raise ValueError(
-            f"{outer} chooses where the gradient is taken, and {type(then).__name__} wants it "
-            "elsewhere. Give one of the two as gradient_filter."
-        )
-    return then
+
+    chooses_points = True
+
+    def __init__(self, then: Filter | str | Mapping[str, Any] | None = None) -> None:
+        self.then = get(then)
+        if self.then is not None and self.then.chooses_points:
+            raise ValueError(
+                f"{type(self).__name__} chooses where the gradient is taken, and "
+                f"{type(self.then).__name__} wants it elsewhere. Give one of the two as "
+                "gradient_filter."
+            )
+
+    @abc.abstractmethod
+    def prepare(
+        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    ) -> None:
+        """Creates its own buffers."""
+
+    @abc.abstractmethod
+    def keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
+        """Advances its own buffers, when this step's gradients are released."""
+
+    def build(
+        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    ) -> None:
+        self.prepare(optimizer, variables)
+        self.then = get(self.then)  # its buffers belong to this optimizer alone
+        if self.then is not None:
+            self.then.build(optimizer, variables)
+
+    def __call__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: list[tf.Tensor],
+        noise_power: float | tf.Tensor,
+    ) -> list[tf.Tensor]:
+        self.keep(optimizer, gradients)
+        return gradients if self.then is None else self.then(optimizer, gradients, noise_power)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"then": self.then and keras.saving.serialize_keras_object(self.then)}
+
+    def __repr__(self):
+        own = {name: value for name, value in self.get_config().items() if name != "then"}
+        arguments = [f"{name}={value}" for name, value in own.items()]
+        return f"{type(self).__name__}({', '.join([*arguments, f'then={self.then!r}'])})"
 
 
 def _coefficients(name, values):

@@ -10,15 +10,14 @@ import tensorflow as tf
 
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.clipping.query import Point
-from dp_keras_opt.optimizers import filters
-from dp_keras_opt.optimizers.filters import Filter
+from dp_keras_opt.optimizers.filters import AtPoints, Filter
 
 if TYPE_CHECKING:
     from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class PerExampleMomentum(Filter):
+class PerExampleMomentum(AtPoints):
     """Each example's gradients at the last k weights, averaged before the clip, then a filter.
 
         Σ_{j<k} β^j·∇f(x_{t−j}) / Σ_{j<k} β^j
@@ -40,8 +39,6 @@ class PerExampleMomentum(Filter):
     momentum and low-pass filtering", AAAI 2026, arXiv:2511.08841 (DP-PMLF).
     """
 
-    chooses_points = True
-
     def __init__(
         self,
         length: int = 2,
@@ -52,20 +49,17 @@ class PerExampleMomentum(Filter):
         if not (is_number(beta) and 0 < beta <= 1):
             raise ValueError(f"beta must be in (0, 1], received {beta!r}.")
         self.beta = float(beta)
-        self.then = filters.inner("PerExampleMomentum", then)
+        super().__init__(then)
 
-    def build(
+    def prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:
-        self.then = filters.get(self.then)  # its buffers belong to this optimizer alone
         self._variables = list(variables)
         self._past = [
             [optimizer.add_variable(v.shape, dtype="float32", name="past") for v in variables]
             for _ in range(self.length - 1)
         ]
         self._steps = optimizer.add_variable((), dtype="int32", name="steps_past")
-        if self.then is not None:
-            self.then.build(optimizer, variables)
 
     def points(self, optimizer: PrivateOptimizer) -> tuple[Point, ...] | None:
         if self.length == 1:
@@ -82,22 +76,12 @@ class PerExampleMomentum(Filter):
             points.append(Point(weights[j] / total, offsets))
         return tuple(points)
 
-    def __call__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: list[tf.Tensor],
-        noise_power: float | tf.Tensor,
-    ) -> list[tf.Tensor]:
+    def keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
         now = [tf.cast(v, tf.float32) for v in self._variables]
         for newer, older in reversed(list(zip([now, *self._past], self._past, strict=False))):
             for variable, value in zip(older, newer, strict=True):
                 optimizer.assign(variable, tf.convert_to_tensor(value))
         optimizer.assign(self._steps, tf.convert_to_tensor(self._steps) + 1)
-        return gradients if self.then is None else self.then(optimizer, gradients, noise_power)
 
     def get_config(self) -> dict[str, Any]:
-        then = None if self.then is None else keras.saving.serialize_keras_object(self.then)
-        return {"length": self.length, "beta": self.beta, "then": then}
-
-    def __repr__(self):
-        return f"PerExampleMomentum(length={self.length}, beta={self.beta}, then={self.then!r})"
+        return {"length": self.length, "beta": self.beta} | super().get_config()

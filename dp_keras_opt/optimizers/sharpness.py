@@ -10,15 +10,14 @@ import tensorflow as tf
 
 from dp_keras_opt.checks import is_number
 from dp_keras_opt.clipping.query import Point
-from dp_keras_opt.optimizers import filters
-from dp_keras_opt.optimizers.filters import Filter
+from dp_keras_opt.optimizers.filters import AtPoints, Filter
 
 if TYPE_CHECKING:
     from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class SharpnessAware(Filter):
+class SharpnessAware(AtPoints):
     """The gradient at x_t + ρ·g̃_{t−1}/‖g̃_{t−1}‖, up the last noisy gradient, before a filter.
 
     Flat minima lose less by noise. The direction was released already and is public, so that a step
@@ -36,15 +35,13 @@ class SharpnessAware(Filter):
     2023, arXiv:2306.05651 (DP-SAT).
     """
 
-    chooses_points = True
-
     def __init__(self, radius: float, then: Filter | str | Mapping[str, Any] | None = None) -> None:
         if not (is_number(radius) and 0 < radius < float("inf")):
             raise ValueError(f"radius must be positive and finite, received {radius!r}.")
         self.radius = float(radius)
-        self.then = filters.inner("SharpnessAware", then)
+        super().__init__(then)
 
-    def build(
+    def prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:
         if getattr(optimizer, "projection", None) is not None:
@@ -52,29 +49,16 @@ class SharpnessAware(Filter):
                 "SharpnessAware goes up the last release in the space of the weights, of which a "
                 "projection keeps a part. Leave out one of the two."
             )
-        self.then = filters.get(self.then)  # its buffers belong to this optimizer alone
         self._last = [optimizer.add_variable_from_reference(v, "last_release") for v in variables]
-        if self.then is not None:
-            self.then.build(optimizer, variables)
 
     def points(self, optimizer: PrivateOptimizer) -> tuple[Point, ...] | None:
         last = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in self._last]
         factor = tf.math.divide_no_nan(self.radius, tf.linalg.global_norm(last))
         return (Point(1.0, [factor * g for g in last]),)
 
-    def __call__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: list[tf.Tensor],
-        noise_power: float | tf.Tensor,
-    ) -> list[tf.Tensor]:
+    def keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
         for gradient, last in zip(gradients, self._last, strict=True):
             optimizer.assign(last, tf.cast(gradient, last.dtype))
-        return gradients if self.then is None else self.then(optimizer, gradients, noise_power)
 
     def get_config(self) -> dict[str, Any]:
-        then = None if self.then is None else keras.saving.serialize_keras_object(self.then)
-        return {"radius": self.radius, "then": then}
-
-    def __repr__(self):
-        return f"SharpnessAware(radius={self.radius}, then={self.then!r})"
+        return {"radius": self.radius} | super().get_config()
