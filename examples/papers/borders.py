@@ -1,32 +1,35 @@
-"""Does the map of regimes predict who wins real trainings?
+"""Does a task that is made linear before the training predict which optimizer wins?
 
-    python examples/papers/borders.py              # minutes; needs the results of choosing.py
+    python examples/papers/borders.py              # half an hour; goes on if interrupted
+    python examples/papers/borders.py --quick      # a minute, to try it out
 
-The quadratic of a task (see quadratics.py) is measured at its initial weights, on data that are
-public as all of these are: the second moments of examples' gradients are its curvatures, their mean
-says how far the optimum is. Noise, steps and batches are those of the real runs. What the methods
-leave of that quadratic's loss, each at its best learning rate, is the prediction; nothing is fitted.
+The map of regimes.py has curvatures as one wishes. Here they are those of the tasks of choosing.py.
+The gradients a_i of 500 examples at the initial weights, clipped, are the rows of a problem
+of least squares, ½·mean (1 + a_i·Δ)², which is the task as far as it is linear: its gradients at
+Δ = 0 are those of the task. What of the task cannot be learned they do not say, so that it is tried
+with none, and with half of the squared targets made of noise. It is trained as the real runs are,
+with their clip norm, noise, batches and steps, by the rules of the optimizers, each at the best of
+its learning rates: no figure of a real run is used.
 
-It is held against the runs of docs/how_to/choosing/tuned-*.csv: whether the method that is predicted
-to win leads (is the best, or within two standard errors of it), and whether each pair of methods
-that differ by more than two standard errors is in the predicted order.
+What it leaves is held against docs/how_to/choosing/tuned-*.csv: whether who is predicted to win
+leads, that is, is the best or within two standard errors of it; and whether of two optimizers that
+are further apart than two standard errors the better one is the one that was predicted.
 
-Writes borders.csv, .md and .png to output/papers/borders.
+Writes borders-all.csv (the predictions), borders.csv and .md (a table) to output/papers/borders.
 """
 
 import csv
 import dataclasses
+import itertools
 import pathlib
 import sys
 
 import keras
 import numpy as np
-import quadratics
-import regimes
 import report
 import tensorflow as tf
+from scipy import signal
 
-import dp_keras_opt as dp
 from dp_keras_opt.tuning import runs
 from dp_keras_opt.tuning.candidates import get
 
@@ -35,137 +38,263 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import choosing  # noqa: E402
 
-SPARSE = {"ratings", "definitions"}  # examples have few of the features
-CLAIM = "A quadratic that is measured before training says which optimizer wins."
-EXAMPLES, GROUPS = 4_000, 24
-#: Candidate: the rule, whether weights are averaged.
-LINEAR = {
-    "DPSGD, momentum": (quadratics.momentum(0.9), False),
-    "DPSGD, momentum, average": (quadratics.momentum(0.9), True),
-    "DPSGD, momentum, planned noise": (quadratics.momentum(0.9), False),
-    "DPSGD, momentum, planned noise, average": (quadratics.momentum(0.9), True),
-    "DPNesterov, planned noise": (
-        quadratics.momentum((1 - 0.1**0.5) / (1 + 0.1**0.5), nesterov=True), False,
-    ),
-}  # fmt: skip
-ADAPTIVE = (
-    "DPAdam, bias-corrected",
-    "DPAdam, bias-corrected, planned noise",
-    "DPAdam, scale-then-privatize, planned noise",
-)
+EXAMPLES = 500
+RATES = 2.0 ** np.arange(-8, 3)  # of SGD, in units of what the steepest direction takes
+STEP_SIZES = 2.0 ** np.arange(0, 13)  # of Adam, in units of 1/(√weights·steps)
+SHARES = (0.1, 0.5)
+UNEXPLAINED = (0.0, 0.5)
+BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-4
+#: Of each candidate, the rule; and whether weights are averaged over the second half.
+CANDIDATES = {
+    "DPSGD, momentum": ("momentum", False),
+    "DPSGD, momentum, average": ("momentum", True),
+    "DPSGD, momentum, planned noise": ("momentum", False),
+    "DPSGD, momentum, planned noise, average": ("momentum", True),
+    "DPNesterov, planned noise": ("nesterov", False),
+    "DPAdam, bias-corrected": ("bias-corrected", False),
+    "DPAdam, bias-corrected, planned noise": ("bias-corrected", False),
+    "DPAdam, scale-then-privatize, planned noise": ("scale-then-privatize", False),
+}
+CLAIM = "A task that is made linear before the training predicts which optimizer wins."
 
 
-def gradient_moments(task, count, seed=0):
-    """The mean of examples' gradients and of their squares at the initial weights, (weights,)."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a real run is trained.
+
+    Attributes:
+        rows: a, (examples, weights), of norms up to 1, the clip norm.
+        batch_size: B.
+        steps: T.
+        noise: σ/B.
+        coefficients: of the Toeplitz matrix whose inverse correlates the noise.
+        unexplained: the share of the targets' squares that is noise, new in each step.
+    """
+
+    rows: np.ndarray
+    batch_size: int
+    steps: int
+    noise: float
+    coefficients: tuple[float, ...] = (1.0,)
+    unexplained: float = 0.0
+
+    def settings(self, rule):
+        """The rates, and clip norms, to try: (settings, 1), the latter None without a geometry."""
+        weights = self.rows.shape[1]
+        if rule in ("momentum", "nesterov"):
+            steepest = np.linalg.norm(self.rows, 2) ** 2 / len(self.rows)
+            return _column(RATES / steepest), None
+        rates = STEP_SIZES / (np.sqrt(weights) * self.steps)
+        if rule == "bias-corrected":
+            return _column(rates), None
+        rates, shares = np.array(list(itertools.product(rates, SHARES))).T
+        return _column(rates), _column(shares / self.noise)
+
+    def gradients(self, weights, counts, errors, z, scales=None, clip_norms=1.0):
+        """A step's released gradients, (settings, weights), not in their geometry any more."""
+        residuals = np.sqrt(1 - self.unexplained) + weights @ self.rows.T
+        residuals += np.sqrt(self.unexplained) * errors
+        squares = (self.rows**2).sum(axis=1) if scales is None else scales**2 @ (self.rows**2).T
+        norms = np.abs(residuals) * np.sqrt(squares)
+        kept = residuals * np.minimum(1, clip_norms / np.maximum(norms, 1e-12))
+        noise = self.noise * (1.0 if scales is None else clip_norms / scales) * z
+        return (kept * counts) @ self.rows / self.batch_size + noise
+
+    def draws(self, seed):
+        """For each step how often each example is in the batch, its error, and unit noise."""
+        rng = np.random.default_rng(seed)
+        examples, weights = self.rows.shape
+        past = np.zeros((len(self.coefficients) - 1, weights), np.float32)
+        for _ in range(self.steps):
+            z = rng.standard_normal(weights, np.float32)
+            z = (z - np.float32(self.coefficients[1:]) @ past) / np.float32(self.coefficients[0])
+            past = np.concatenate([z[None], past])[: len(past)]
+            counts = rng.poisson(self.batch_size / examples, examples).astype(np.float32)
+            yield counts, rng.standard_normal(examples, np.float32), z
+
+    def losses(self, rule, average, seed=0):
+        """What is left of the loss, at each setting."""
+        rates, clip_norms = self.settings(rule)
+        w = np.zeros((len(rates), self.rows.shape[1]), np.float32)
+        m, v, total, power = np.zeros_like(w), np.zeros_like(w), np.zeros_like(w), 0.0
+        response = _row_norms(self.coefficients, self.steps)
+        for t, drawn in enumerate(self.draws(seed), 1):
+            if rule in ("momentum", "nesterov"):
+                beta = 0.9 if rule == "momentum" else (1 - 0.1**0.5) / (1 + 0.1**0.5)
+                g = self.gradients(w, *drawn)
+                m = beta * m + g
+                w -= rates * (m if rule == "momentum" else beta * m + g)
+            else:
+                scales = None
+                if clip_norms is not None:
+                    scales = 1 / (np.sqrt(v / max(1 - BETA_2 ** (t - 1), 1e-12)) + EPSILON)
+                g = self.gradients(w, *drawn, scales, 1.0 if scales is None else clip_norms)
+                m += (1 - BETA_1) * (g - m)
+                v += (1 - BETA_2) * (g * g - v)
+                power += (1 - BETA_2) * (response[t - 1] * self.noise**2 - power)
+                unbiased = 1 - BETA_2**t
+                root = np.sqrt(v / unbiased) + EPSILON
+                if clip_norms is None:
+                    floor = power / unbiased
+                    root = np.sqrt(np.maximum(v / unbiased - floor, self.noise**2))
+                w -= rates / (1 - BETA_1**t) * m / root
+            if t > self.steps // 2:
+                total += w
+        if average:
+            w = total / (self.steps - self.steps // 2)
+        target = np.sqrt(1 - self.unexplained)
+        losses = 0.5 * np.mean((target + w.astype(np.float64) @ self.rows.T) ** 2, axis=1)
+        return np.where(np.isfinite(losses), losses, np.inf)
+
+
+def _row_norms(coefficients, steps):
+    """‖row t of C⁻¹‖², (steps,)."""
+    return np.cumsum(signal.lfilter([1.0], coefficients, np.eye(1, steps)[0]) ** 2)
+
+
+def _column(values):
+    return np.asarray(values, np.float32)[:, None]
+
+
+def linearized(task, count, seed=0):
+    """The clipped gradients of examples at the initial weights, in units of the clip norm."""
     keras.utils.set_random_seed(seed)
     model = task.build()
-    loss = keras.losses.get(task.loss)
-    variables = model.trainable_variables
+    loss, variables = keras.losses.get(task.loss), model.trainable_variables
 
     @tf.function
     def gradient(x, y):
         with tf.GradientTape() as tape:
             value = tf.reduce_mean(loss(y, model(x, training=True)))
         gradients = tape.gradient(value, [v.value for v in variables])
-        return [tf.convert_to_tensor(g) for g in gradients]
+        return tf.concat([tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients], 0)
 
     x, y = task.train
-    rows = np.random.default_rng(seed).permutation(len(y))[:count]
-    total = squares = 0.0
-    for row in rows:
-        one = keras.tree.map_structure(lambda a, row=row: tf.constant(a[row : row + 1]), (x, y))
-        flat = np.concatenate([np.ravel(g) for g in gradient(*one)]).astype(np.float64)
-        total, squares = total + flat, squares + flat**2
-    return total / len(rows), squares / len(rows), len(rows)
+    places = np.random.default_rng(seed).permutation(len(y))[:count]
+    rows = []
+    for place in places:
+        one = keras.tree.map_structure(lambda a, at=place: tf.constant(a[at : at + 1]), (x, y))
+        rows.append(tf.clip_by_norm(gradient(*one), task.clip_norm).numpy() / task.clip_norm)
+    rows = np.array(rows, np.float32)
+    return rows[:, np.any(rows != 0, axis=0)]  # what no example moves has noise, and no loss
 
 
-def measured(task, sparse, count=EXAMPLES):
-    """The quadratic of a task, without its noise."""
-    mean, second, count = gradient_moments(task, count)
-    there = second > 1e-12 * second.max()
-    mean, second = mean[there], second[there]
-    total = second.sum()
-    # e = mean/second, in weights that are such that gradients have the norm 1. Squares of the
-    # estimated mean have the variance of the estimate in them.
-    squares = (mean**2 - (second - mean**2) / (count - 1)) / second**2 * total
-    edges = np.geomspace(second.min(), second.max() * 1.001, GROUPS + 1)
-    group = np.digitize(second, edges) - 1
-    counts = np.bincount(group, minlength=GROUPS)
-    there = counts > 0
-    curvatures = np.bincount(group, second, GROUPS)[there] / counts[there] / total
-    distances = np.bincount(group, squares, GROUPS)[there] / counts[there]
-    distances = np.sqrt(np.maximum(distances, 0.0))
-    return quadratics.Problem(curvatures, counts[there], distances, 0.0, task.batch_size, sparse)
-
-
-def noise_of(task, name, epsilon, delta):
-    """(ν, the coefficients of the noise, the steps) of a candidate's run."""
-    candidate = get(name)
-    optimizer = runs.optimizer_for(
-        task, candidate, candidate.middle(), task.batches(candidate).sampling, epsilon, delta
+def predicted(task, rows, name, epsilon, delta, unexplained):
+    """What a candidate leaves of the loss of the task that was made linear, and its setting."""
+    candidate, (rule, average) = get(name), CANDIDATES[name]
+    sampling = task.batches(candidate).sampling
+    optimizer = runs.optimizer_for(task, candidate, candidate.middle(), sampling, epsilon, delta)
+    run = Run(
+        rows,
+        task.batch_size,
+        task.steps_of(candidate),
+        optimizer.noise_multiplier / task.batch_size,
+        tuple(getattr(optimizer.noise, "coefficients", (1.0,))),
+        unexplained,
     )
-    coefficients = getattr(optimizer.noise, "coefficients", (1.0,))
-    sigma = optimizer.noise_multiplier
-    return sigma / task.batch_size, tuple(coefficients), task.steps_of(candidate)
-
-
-def predicted(problem, name, noise, coefficients, steps, seed=0):
-    """The loss that a candidate leaves of the quadratic, at its best learning rate."""
-    problem = dataclasses.replace(problem, noise=noise)
-    if name in LINEAR:
-        rule, average = LINEAR[name]
-        rates = regimes.RATES / max(problem.curvatures)
-        responses = quadratics.impulse_responses(rule, rates, problem.curvatures, steps)
-        if average:
-            responses = quadratics.averaged(responses)
-        return float(quadratics.linear_losses(problem, responses, coefficients).min())
-    settings = {"rate": regimes.ADAPTIVE_RATES * max(problem.distances)}
-    if "scale-then-privatize" in name:
-        shares = np.repeat(regimes.SHARES, len(settings["rate"]))
-        settings = {"rate": np.tile(settings["rate"], len(regimes.SHARES)), "share": shares}
-    impulse = np.eye(1, steps)[0]
-    power = np.sum(quadratics.signal.lfilter([1.0], coefficients, impulse) ** 2)
-    noises = quadratics.draws(problem, steps, seed, coefficients)
-    *_, squares = quadratics.adam(problem, settings, noises, power)
-    return quadratics.best(problem, squares)[0]
+    losses = run.losses(rule, average)
+    place = int(losses.argmin())
+    return {"test": f"{losses[place]:.6g}", "setting": place, "of": len(losses)}
 
 
 def real(name):
-    """The comparison of choosing.py on a task, as it is in the repository; None without."""
+    """(candidate, ε) -> (mean, standard error) of what choosing.py found; {} where it was not run.
+
+    Lower is better: the sign of scores of which higher is better is turned.
+    """
     path = ROOT / "docs" / "how_to" / "choosing" / f"tuned-{name}.csv"
-    if not path.exists():
-        return None
-    with open(path, newline="", encoding="utf-8") as file:
-        runs_of = [row for row in csv.DictReader(file) if row["part"] == "test"]
-    cells = {}
-    for row in runs_of:
-        cells.setdefault((row["candidate"], float(row["epsilon"])), []).append(float(row["score"]))
+    scores = {}
+    if path.exists():
+        sign = -1 if choosing.EVERY[name]().higher_is_better else 1
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["part"] == "test" and row["candidate"] in CANDIDATES:
+                    key = row["candidate"], float(row["epsilon"])
+                    scores.setdefault(key, []).append(sign * float(row["score"]))
+    return {key: report.mean_and_error(values) for key, values in scores.items()}
+
+
+def leading(found):
+    """Of {candidate: (mean, standard error)}, the best and those within two standard errors."""
+    best = min(found, key=lambda name: found[name][0])
+    return [
+        name
+        for name, (mean, error) in found.items()
+        if name == best or mean - found[best][0] <= 2 * np.hypot(error, found[best][1])
+    ]
+
+
+def agreement(prediction, found):
+    """(pairs in the predicted order, pairs) of those that the runs tell apart."""
+    pairs = [
+        (one, other)
+        for one, other in itertools.combinations(found, 2)
+        if abs(found[one][0] - found[other][0]) > 2 * np.hypot(found[one][1], found[other][1])
+    ]
+    right = sum(
+        (found[one][0] < found[other][0]) == (prediction[one] < prediction[other])
+        for one, other in pairs
+    )
+    return right, len(pairs)
+
+
+def table(predictions, runs_of):
+    """One row for each share that is noise, task and ε."""
     rows = []
-    for (candidate, epsilon), scores in cells.items():
-        mean, error = report.mean_and_error(scores)
-        rows.append({"candidate": candidate, "epsilon": epsilon, "score": mean,
-                     "standard_error": error, "scores": scores})  # fmt: skip
-    higher = choosing.EVERY[name]().higher_is_better
-    rows.sort(key=lambda row: (row["epsilon"], row["score"] * (-1 if higher else 1)))
-    return dp.tuning.Comparison([r for r in rows if r["candidate"] in (*LINEAR, *ADAPTIVE)], higher)
+    for (share, task, epsilon), prediction in predictions.items():
+        found = {name: runs_of[task][name, epsilon] for name in prediction}
+        winner, leaders = min(prediction, key=prediction.get), leading(found)
+        right, pairs = agreement(prediction, found)
+        rows.append(
+            {"noise in the targets": share, "task": task, "ε": epsilon, "predicted": winner,
+             "leads": winner in leaders, "leading": "; ".join(leaders),
+             "pairs in order": f"{right} of {pairs}"}
+        )  # fmt: skip
+    return rows
+
+
+def verdict(rows):
+    """How many winners, and how many pairs, were predicted."""
+    lines = []
+    for share in dict.fromkeys(row["noise in the targets"] for row in rows):
+        here = [row for row in rows if row["noise in the targets"] == share]
+        right, pairs = (
+            sum(int(row["pairs in order"].split(" of ")[place]) for row in here) for place in (0, 1)
+        )
+        lines.append(
+            f"with {share:.0%} of the targets noise the predicted winner leads in "
+            f"{sum(row['leads'] for row in here)} of {len(here)} runs, and {right} of {pairs} "
+            "pairs that the runs tell apart are in the predicted order"
+        )
+    return "; ".join(lines) + "."
 
 
 def main():
     options = report.parser(__doc__, "borders").parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    for name in choosing.EVERY:
-        comparison = real(name)
-        if comparison is None:
-            continue
-        task = choosing.EVERY[name]()
-        problem = measured(task, name in SPARSE, 50 if options.quick else EXAMPLES)
-        print(name, problem.counts, problem.curvatures, problem.distances, problem.loss(problem.distances**2))
-        for epsilon in choosing.EPSILONS:
-            pred = {}
-            for candidate in (*LINEAR, *ADAPTIVE):
-                pred[candidate] = predicted(problem, candidate, *noise_of(task, candidate, epsilon, choosing.DELTA))
-            order = sorted(pred, key=pred.get)
-            print(name, epsilon, [(c, round(pred[c], 5)) for c in order], comparison.leading(epsilon), flush=True)
+    suffix = "-quick" * options.quick
+    runs_of = {name: found for name in choosing.EVERY if (found := real(name))}
+    predictions = {}
+    for name, found in runs_of.items():
+        task, rows = choosing.EVERY[name](), None
+        keys = sorted(found, key=lambda key: key[1])
+        for share, (candidate, epsilon) in itertools.product(UNEXPLAINED, keys):
+
+            def compute(task=task, candidate=candidate, epsilon=epsilon, share=share):
+                nonlocal rows
+                if rows is None:
+                    rows = linearized(task, 30 if options.quick else EXAMPLES, options.seed)
+                return predicted(task, rows, candidate, epsilon, choosing.DELTA, share)
+
+            key = {
+                "task": name, "epsilon": epsilon, "candidate": candidate, "unexplained": share
+            }  # fmt: skip
+            row = report.remembered(options.output / f"borders-all{suffix}.csv", key, compute)
+            predictions.setdefault((share, name, epsilon), {})[candidate] = float(row["test"])
+        if options.quick:
+            break
+    rows = table(predictions, runs_of)
+    report.write(options.output, f"borders{suffix}", rows, CLAIM, verdict(rows))
 
 
 if __name__ == "__main__":

@@ -31,14 +31,16 @@ from scipy import optimize
 
 from dp_keras_opt.noise import BandedMatrix
 
-CONDITIONS = (10.0, 1e3, 1e5)
-SIZES = (10**3, 10**6)
+#: (weights, the largest curvature over the smallest): curvatures fall as the third root of their
+#: rank, as 1/rank, and as the rank to the −5/3.
+SPECTRA = ((10**3, 1e1), (10**3, 1e3), (10**3, 1e5), (10**6, 1e2), (10**6, 1e6), (10**6, 1e10))
 NOISES = (1e-4, 4e-4, 1.6e-3, 6.4e-3, 2.56e-2)
 STEPS = (100, 1_000, 10_000)
 RATES = 2.0 ** np.arange(-32, 5)  # in units of 1/h_max
 FIRST_RATES = 2.0 ** np.array([-28, -22, -17, -13, -9, -6, -3])  # of the phase that learns v
 ADAPTIVE_RATES = 2.0 ** np.arange(-17, 0.0)  # in units of the largest distance
 SHARES = (0.1, 0.5)
+LEARNED = 0.9  # of the loss at the start
 FALLS = (3.0, 10.0, 30.0, 100.0)  # the first variance over the last
 METHODS = ("momentum", "filtered", "uneven", "accelerated", "correlated", "bias-corrected",
            "scale-then-privatize", "delayed")  # fmt: skip
@@ -165,8 +167,8 @@ def found_at(place, linear, seed):
 
 def all_places(quick=False):
     """Every place in the map, those with the same curvatures together."""
-    places = itertools.product(CONDITIONS, SIZES, (False, True), (False, True), NOISES)
-    places = [(sparse, c, size, flat, noise) for c, size, sparse, flat, noise in places]
+    places = itertools.product(SPECTRA, (False, True), (False, True), NOISES)
+    places = [(sparse, c, size, flat, noise) for (size, c), sparse, flat, noise in places]
     return places[4:60:11] if quick else places
 
 
@@ -209,9 +211,28 @@ def ratios(rows):
     }
 
 
+def of_momentum(rows):
+    """{(place, steps): the loss of momentum}, of 1 at the start."""
+    return {
+        (*(row[name] for name in PLACE), int(row["steps"])): float(row["loss"])
+        for row in rows
+        if row["method"] == "momentum"
+    }
+
+
+def learned(rows):
+    """The ratios where anything is learned: where some method leaves no more than 0.9."""
+    losses = of_momentum(rows)
+    return {
+        where: cell
+        for where, cell in ratios(rows).items()
+        if min(cell.values()) * losses[where] <= LEARNED
+    }
+
+
 def table(rows):
     """One row for each method and kind of problem: how it compares with momentum."""
-    cells, result = ratios(rows), []
+    cells, result = learned(rows), []
     kinds = itertools.product(("False", "True"), ("False", "True"))
     for (sparse, flat), method in itertools.product(kinds, METHODS[1:]):
         here = [cell for where, cell in cells.items() if (where[0], where[3]) == (sparse, flat)]
@@ -236,7 +257,7 @@ def table(rows):
 
 def verdict(rows):
     """What the whole map says of each method, in words."""
-    cells = list(ratios(rows).values())
+    cells = list(learned(rows).values())
     lines = []
     for method in METHODS[1:]:
         found = np.array([cell[method] for cell in cells])
@@ -262,22 +283,24 @@ def plot(rows, path):
 
     names = [method for method in METHODS if method != "correlated"]
     colours = ["0.85", "C9", "C1", "C2", "C4", "C0", "C3"]
-    cells = ratios(rows)
+    cells, losses = ratios(rows), of_momentum(rows)
     kinds = list(itertools.product(("False", "True"), ("False", "True")))
-    columns = list(itertools.product(SIZES, CONDITIONS))
     figure, axes = plt.subplots(
-        len(kinds), len(columns), figsize=(13, 9), sharex=True, sharey=True, squeeze=False
+        len(kinds), len(SPECTRA), figsize=(13, 9), sharex=True, sharey=True, squeeze=False
     )
     for (i, (sparse, flat)), (j, (size, condition)) in itertools.product(
-        enumerate(kinds), enumerate(columns)
+        enumerate(kinds), enumerate(SPECTRA)
     ):
         panel = axes[i, j]
         winners = np.full((len(NOISES), len(STEPS)), np.nan)
         for (y, noise), (x, steps) in itertools.product(enumerate(NOISES), enumerate(STEPS)):
-            cell = cells.get((sparse, str(condition), str(size), flat, str(noise), steps))
+            where = (sparse, str(condition), str(size), flat, str(noise), steps)
+            cell = cells.get(where)
             if cell is None:
                 continue
             best = min(names, key=cell.get)
+            if cell[best] * losses[where] > LEARNED:
+                continue
             winners[y, x] = names.index(best)
             panel.text(x, y, f"{cell[best]:.2f}", ha="center", va="center", fontsize=8)
         panel.imshow(
@@ -297,7 +320,9 @@ def plot(rows, path):
             panel.set_xlabel("steps", fontsize=9)
     handles = [Patch(color=colour, label=name) for name, colour in zip(names, colours, strict=True)]
     figure.legend(handles=handles, loc="lower center", ncol=len(names), frameon=False)
-    figure.suptitle("The best without correlated noise; its loss over that of momentum")
+    figure.suptitle(
+        "The best without correlated noise, its loss over that of momentum (white: nothing learned)"
+    )
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=100)
     plt.close(figure)
