@@ -231,26 +231,27 @@ def learned(rows):
 
 
 def table(rows):
-    """One row for each method and kind of problem: how it compares with momentum."""
+    """Medians over the places of each spectrum and kind of examples, where anything is learned."""
     cells, result = learned(rows), []
-    kinds = itertools.product(("False", "True"), ("False", "True"))
-    for (sparse, flat), method in itertools.product(kinds, METHODS[1:]):
-        here = [cell for where, cell in cells.items() if (where[0], where[3]) == (sparse, flat)]
+    prices = {
+        (*(row[name] for name in PLACE), int(row["steps"])): float(row["break_even"])
+        for row in rows
+        if row["break_even"]
+    }
+    for sparse, (size, condition) in itertools.product((False, True), SPECTRA):
+        kind = str(sparse), str(condition), str(size)
+        here = [where for where in cells if where[:3] == kind]
         if not here:
             continue
-        found = np.array([cell[method] for cell in here])
-        others = [set(METHODS) - {"correlated"}] * len(here)
-        wins = [
-            min(names, key=cell.get) == method for names, cell in zip(others, here, strict=True)
-        ]
+        medians = {
+            method: float(np.median([cells[where][method] for where in here]))
+            for method in METHODS[1:]
+        }
         result.append(
-            {"examples": ("dense", "sparse")[sparse == "True"],
-             "loss is": ("in steep directions", "in all alike")[flat == "True"], "method": method,
-             "loss over momentum's, median": float(np.median(found)),
-             "least": float(found.min()), "most": float(found.max()),
-             "better by a tenth": f"{np.mean(found < 0.9):.0%}",
-             "worse by a tenth": f"{np.mean(found > 1.1):.0%}",
-             "best but for correlated": f"{np.mean(wins):.0%}"}
+            {"examples": "sparse" if sparse else "dense", "weights": f"{size:,}",
+             "condition": f"{condition:,.0f}", "places": len(here)}
+            | {method: f"{median:.2f}" for method, median in medians.items()}
+            | {"price": f"{np.median([prices[where] for where in here]):.2f}"}
         )  # fmt: skip
     return result
 

@@ -1,5 +1,7 @@
 """The map of regimes: closed forms against loops over steps, and the scripts run."""
 
+import csv
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -10,10 +12,12 @@ import pytest
 import dp_keras_opt as dp
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "papers"
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
+import borders  # noqa: E402
 import quadratics  # noqa: E402
 import regimes  # noqa: E402
+import report  # noqa: E402
 
 H, DISTANCE, STEPS = 0.3, 2.0, 12
 
@@ -199,3 +203,118 @@ def test_the_map_is_drawn(tmp_path):
         subprocess.run(command, check=True, capture_output=True)
     assert (tmp_path / "regimes-quick.png").stat().st_size > 10_000
     assert "correlated" in (tmp_path / "regimes-quick.md").read_text(encoding="utf-8")
+
+
+# The page.
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "explanation" / "regimes.md").read_text(encoding="utf-8")
+
+
+def stored(name):
+    with open(
+        DOCS / "explanation" / "regimes" / f"{name}.csv", newline="", encoding="utf-8"
+    ) as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_of_the_page_is_that_of_the_map():
+    rows = regimes.table(stored("regimes"))
+    section = PAGE.split("<!-- regimes -->\n\n")[1].split("\n\n")[0]
+    header, _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()
+    )
+    assert header == list(rows[0])
+    assert lines == [[str(value) for value in row.values()] for row in rows]
+
+
+def test_what_the_page_says_of_the_map():
+    rows = stored("regimes")
+    assert len(rows) == len(regimes.all_places()) * len(regimes.STEPS) * len(regimes.METHODS)
+    cells = list(regimes.learned(rows).values())
+    assert f"of the {len(cells)} places" in PAGE
+
+    def share(method, better):
+        return sum((c[method] < 0.9) if better else (c[method] > 1.1) for c in cells) / len(cells)
+
+    assert f"a tenth or more in {share('correlated', True):.0%}" in PAGE
+    assert max(cell["correlated"] for cell in cells) <= 1.0001  # it loses nowhere
+    filtered = share("filtered", True), share("filtered", False)
+    assert (
+        f"gains a tenth in {filtered[0]:.0%} of the places, and loses as much in {filtered[1]:.0%}"
+        in PAGE
+    )
+
+
+def test_what_the_page_says_of_tasks_made_linear():
+    predictions, runs_of = {}, {}
+    for row in stored("borders"):
+        share, task, epsilon = float(row["unexplained"]), row["task"], float(row["epsilon"])
+        predictions.setdefault((share, task, epsilon), {})[row["candidate"]] = float(row["test"])
+        runs_of[task] = borders.real(task)
+    rows = borders.table(predictions, runs_of)
+    for share, words in [(0.0, "leads in {} of the 9 runs"), (0.5, "(in {}, where half")]:
+        here = [row for row in rows if row["noise in the targets"] == share]
+        assert len(here) == 9 and words.format(sum(row["leads"] for row in here)) in PAGE
+    right = [
+        sum(int(r["pairs in order"].split()[0]) for r in rows if r["noise in the targets"] == share)
+        for share in (0.0, 0.5)
+    ]
+    assert f"{right[0]} ({right[1]}) of 174 pairs" in PAGE
+
+
+SCREENED = {
+    "a filter is level": ("DPSGD, filter", "DPSGD, momentum"),
+    "falling noise is level": ("DPSGD, momentum, falling noise", "DPSGD, momentum"),
+    "acceleration is level": ("DPNesterov", "DPSGD, momentum"),
+    "a delayed preconditioner": ("DP2RMSprop", "DPSGD, momentum"),
+}
+PLANNED = ", planned noise"
+TUNED = {
+    "correlated noise gains": [
+        (f"DPSGD, momentum{PLANNED}", "DPSGD, momentum"),
+        (f"DPSGD, momentum{PLANNED}, average", "DPSGD, momentum, average"),
+        (f"DPAdam, bias-corrected{PLANNED}", "DPAdam, bias-corrected"),
+    ],
+    "scale-then-privatize is ahead": [
+        (f"DPAdam, scale-then-privatize{PLANNED}", f"DPSGD, momentum{PLANNED}")
+    ],
+    "bias-corrected `DPAdam` is ahead": [("DPAdam, bias-corrected", "DPSGD, momentum")],
+}
+
+
+def counted(part, tasks, pairs):
+    """How often the first is better, level, worse by two standard errors."""
+    signs = []
+    for task in tasks:
+        scores = {}
+        path = DOCS / "how_to" / "choosing" / f"{part}-{task}.csv"
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["part"] == "test":
+                    key = row["candidate"], row["epsilon"]
+                    scores.setdefault(key, []).append(float(row["score"]))
+        higher = task in ("clothes", "tabular")
+        for (one, other), epsilon in itertools.product(pairs, "138"):
+            (mean, error), (other_mean, other_error) = (
+                report.mean_and_error(scores[name, epsilon]) for name in (one, other)
+            )
+            gain = (mean - other_mean) * (1 if higher else -1)
+            signs.append(np.sign(gain) * (abs(gain) > 2 * np.hypot(error, other_error)))
+    return f"{signs.count(1)}, {signs.count(0)}, {signs.count(-1)}"
+
+
+def test_what_the_page_says_of_real_runs():
+    (table,) = (part for part in PAGE.split("\n\n") if part.startswith("| the map says"))
+    lines = table.splitlines()[2:]
+
+    def said(words):
+        (line,) = (line for line in lines if words in line)
+        return line.rstrip("| ").split(":")[-1].split("|")[-1].strip()
+
+    every = ("ratings", "clothes", "text", "tabular")
+    for words, pair in SCREENED.items():
+        assert said(words) == counted("results", every, [pair]), words
+    for words, pairs in TUNED.items():
+        tasks = every[1:3] if "scale" in words else every[:3]
+        assert said(words) == counted("tuned", tasks, pairs), words
