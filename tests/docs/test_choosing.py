@@ -50,14 +50,14 @@ def test_the_tables_are_those_of_the_results(path):
 
 
 def test_there_are_four_kinds_of_task():
-    assert len(SCREENED) >= 4 and len(TUNED) >= 3
+    assert len(SCREENED) >= 4 and len(TUNED) >= 4
 
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_each_is_tuned_at_each_epsilon_and_the_best_are_bold(path):
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    means, lower = {}, path.stem != "tuned-clothes"
+    means, lower = {}, path.stem not in ("tuned-clothes", "tuned-incomes")
     for key, values in scores(path).items():
         tried = [r for r in rows if (r["candidate"], float(r["epsilon"])) == key]
         tried = [r for r in tried if r["part"] == "validation"]
