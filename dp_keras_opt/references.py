@@ -265,6 +265,13 @@ REFERENCES: dict[str, Reference] = {
         2026,
         arxiv="2605.13418",
     ),
+    "kim2026": Reference(
+        ("Jihwan Kim", "Chenglin Fan"),
+        "DP-Muon: differentially private optimization via matrix-orthogonalized momentum",
+        "arXiv, 2026",
+        2026,
+        arxiv="2605.12994",
+    ),
     "pichapati2019": Reference(
         (
             "Venkatadheeraj Pichapati",

@@ -425,7 +425,7 @@ def get(identifier: Filter | str | Mapping[str, Any] | None) -> Filter | None:
 class AtPoints(Filter):
     """Chooses where gradients are taken, and leaves what is made of them to another filter.
 
-    A subclass says where (`points`), and what it keeps for the next step (`prepare`, `keep`).
+    A subclass says where (`points`), and what it keeps for the next step (`_prepare`, `_keep`).
 
     Args:
         then: None, or the filter that g̃_t then goes through, as `gradient_filter` is given.
@@ -446,19 +446,19 @@ class AtPoints(Filter):
             )
 
     @abc.abstractmethod
-    def prepare(
+    def _prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:
         """Creates its own buffers."""
 
     @abc.abstractmethod
-    def keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
+    def _keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
         """Advances its own buffers, when this step's gradients are released."""
 
     def build(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:
-        self.prepare(optimizer, variables)
+        self._prepare(optimizer, variables)
         self.then = get(self.then)  # its buffers belong to this optimizer alone
         if self.then is not None:
             self.then.build(optimizer, variables)
@@ -469,7 +469,7 @@ class AtPoints(Filter):
         gradients: list[tf.Tensor],
         noise_power: float | tf.Tensor,
     ) -> list[tf.Tensor]:
-        self.keep(optimizer, gradients)
+        self._keep(optimizer, gradients)
         return gradients if self.then is None else self.then(optimizer, gradients, noise_power)
 
     def get_config(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class PerExampleMomentum(AtPoints):
         self.beta = float(beta)
         super().__init__(then)
 
-    def prepare(
+    def _prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:
         self._variables = list(variables)
@@ -76,7 +76,7 @@ class PerExampleMomentum(AtPoints):
             points.append(Point(weights[j] / total, offsets))
         return tuple(points)
 
-    def keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
+    def _keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
         now = [tf.cast(v, tf.float32) for v in self._variables]
         for newer, older in reversed(list(zip([now, *self._past], self._past, strict=False))):
             for variable, value in zip(older, newer, strict=True):

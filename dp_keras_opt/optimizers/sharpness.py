@@ -41,7 +41,7 @@ class SharpnessAware(AtPoints):
         self.radius = float(radius)
         super().__init__(then)
 
-    def prepare(
+    def _prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:
         if getattr(optimizer, "projection", None) is not None:
@@ -56,7 +56,7 @@ class SharpnessAware(AtPoints):
         factor = tf.math.divide_no_nan(self.radius, tf.linalg.global_norm(last))
         return (Point(1.0, [factor * g for g in last]),)
 
-    def keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
+    def _keep(self, optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> None:
         for gradient, last in zip(gradients, self._last, strict=True):
             optimizer.assign(last, tf.cast(gradient, last.dtype))
 
