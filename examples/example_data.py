@@ -267,12 +267,18 @@ def nouns(path=None):
         lexicographer files: the tops of the hierarchy, acts, animals, artifacts and so on.
     """
     definitions, topics = [], []
+    for fields, gloss in _synsets(path):
+        definitions.append(re.sub(r'"[^"]*("|$)', " ", gloss).strip(" ;"))
+        topics.append(int(fields[1]) - NOUN_TOPS)
+    return np.array(definitions), np.int32(topics)
+
+
+def _synsets(path):
+    """The fields of each noun in a `data.noun`, and what follows them."""
     for line in pathlib.Path(path or _wordnet()).read_text(encoding="utf-8").splitlines():
         if not line.startswith(" "):  # the licence
             fields, gloss = line.split(" | ", maxsplit=1)
-            definitions.append(re.sub(r'"[^"]*("|$)', " ", gloss).strip(" ;"))
-            topics.append(int(fields.split(maxsplit=2)[1]) - NOUN_TOPS)
-    return np.array(definitions), np.int32(topics)
+            yield fields.split(), gloss
 
 
 def branches(count, path=None, largest=0.2):
@@ -288,13 +294,11 @@ def branches(count, path=None, largest=0.2):
     """
     definitions, _ = nouns(path)
     parents, places = [], {}
-    for line in pathlib.Path(path or _wordnet()).read_text(encoding="utf-8").splitlines():
-        if not line.startswith(" "):
-            fields = line.split(" | ", maxsplit=1)[0].split()
-            places[fields[0]] = len(parents)
-            pointers = fields[4 + 2 * int(fields[3], 16) + 1 :]  # after the words, and a number
-            kinds = zip(pointers[::4], pointers[1::4], strict=False)
-            parents.append([other for kind, other in kinds if kind in ("@", "@i")])
+    for fields, _ in _synsets(path):
+        places[fields[0]] = len(parents)
+        pointers = fields[4 + 2 * int(fields[3], 16) + 1 :]  # after the words, and a number
+        kinds = zip(pointers[::4], pointers[1::4], strict=False)
+        parents.append([other for kind, other in kinds if kind in ("@", "@i")])
     above = [set() for _ in parents]
 
     def ancestors(place):

@@ -30,7 +30,7 @@ import report
 import tensorflow as tf
 from scipy import signal
 
-from dp_keras_opt.tuning import runs
+from dp_keras_opt.tuning import Comparison, runs
 from dp_keras_opt.tuning.candidates import get
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -217,12 +217,11 @@ def real(name):
 
 def leading(found):
     """Of {candidate: (mean, standard error)}, the best and those within two standard errors."""
-    best = min(found, key=lambda name: found[name][0])
-    return [
-        name
-        for name, (mean, error) in found.items()
-        if name == best or mean - found[best][0] <= 2 * np.hypot(error, found[best][1])
+    rows = [
+        {"candidate": name, "epsilon": 0.0, "score": mean, "standard_error": error}
+        for name, (mean, error) in sorted(found.items(), key=lambda item: item[1][0])
     ]
+    return Comparison(rows, higher_is_better=False).leading(0.0)
 
 
 def agreement(prediction, found):

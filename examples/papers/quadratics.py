@@ -156,10 +156,10 @@ def draws(problem, steps, seed, coefficients=(1.0,)):
 def release(problem, distances, sample, noise, scales=None, clip_norms=None):
     """The gradient of a step, in its geometry before, and as it is after."""
     h = _column(problem.curvatures)
-    if scales is None:
-        return h * distances + np.sqrt(h / problem.batch_size) * sample + problem.noise * noise
-    kept = np.minimum(1, clip_norms / problem.norms(scales))
     exact = h * distances + np.sqrt(h / problem.batch_size) * sample
+    if scales is None:
+        return exact + problem.noise * noise
+    kept = np.minimum(1, clip_norms / problem.norms(scales))
     return kept * exact + problem.noise * clip_norms / scales * noise
 
 

@@ -1,6 +1,6 @@
 """Where does which private optimizer win? A map, from quadratics whose optimum is known.
 
-    python examples/papers/regimes.py              # half an hour; goes on if interrupted
+    python examples/papers/regimes.py              # an hour; goes on if interrupted
     python examples/papers/regimes.py --quick      # a few seconds: little of everything
 
 Eight methods, each at its best settings, on quadratics (see quadratics.py) of 1,000 and a million
@@ -101,11 +101,12 @@ class Linear:
 
     def break_even(self, problem):
         """The price, σ over that of independent noise, at which correlated noise gains nothing."""
-        goal = self.losses(problem)["momentum"][0]
+        responses = self._responses["momentum"]
+        goal = quadratics.linear_losses(problem, responses).min()
 
         def excess(log_price):
             losses = quadratics.linear_losses(
-                problem, self._responses["momentum"], planned(self.steps), np.exp(log_price)
+                problem, responses, planned(self.steps), np.exp(log_price)
             )
             return np.log(losses.min() / goal)
 
@@ -199,12 +200,16 @@ def run(path, places, seed):
     return rows
 
 
+def _where(row):
+    """The place of a row, and its steps."""
+    return *(row[name] for name in PLACE), int(row["steps"])
+
+
 def ratios(rows):
     """{(place, steps): {method: its loss over that of momentum}}."""
     cells = {}
     for row in rows:
-        cell = cells.setdefault((*(row[name] for name in PLACE), int(row["steps"])), {})
-        cell[row["method"]] = float(row["loss"])
+        cells.setdefault(_where(row), {})[row["method"]] = float(row["loss"])
     return {
         where: {method: loss / cell["momentum"] for method, loss in cell.items()}
         for where, cell in cells.items()
@@ -213,11 +218,7 @@ def ratios(rows):
 
 def of_momentum(rows):
     """{(place, steps): the loss of momentum}, of 1 at the start."""
-    return {
-        (*(row[name] for name in PLACE), int(row["steps"])): float(row["loss"])
-        for row in rows
-        if row["method"] == "momentum"
-    }
+    return {_where(row): float(row["loss"]) for row in rows if row["method"] == "momentum"}
 
 
 def learned(rows):
@@ -233,11 +234,7 @@ def learned(rows):
 def table(rows):
     """Medians over the places of each spectrum and kind of examples, where anything is learned."""
     cells, result = learned(rows), []
-    prices = {
-        (*(row[name] for name in PLACE), int(row["steps"])): float(row["break_even"])
-        for row in rows
-        if row["break_even"]
-    }
+    prices = {_where(row): float(row["break_even"]) for row in rows if row["break_even"]}
     for sparse, (size, condition) in itertools.product((False, True), SPECTRA):
         kind = str(sparse), str(condition), str(size)
         here = [where for where in cells if where[:3] == kind]
