@@ -326,12 +326,18 @@ def verdict(found, order):
 
 def main():
     parser = report.parser(__doc__, "at_length")
-    parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
+    parser.add_argument(
+        "experiments", nargs="*", default=list(EXPERIMENTS), help="else all of them"
+    )
     parser.add_argument("--tasks", nargs="+", help="of an experiment; else all of them")
     parser.add_argument("--epsilons", nargs="+", type=float, help="else those of the paper")
     parser.add_argument("--trials", type=int, default=6, help="settings for each hyper-parameter")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
+    if unknown := set(options.experiments) - set(EXPERIMENTS):
+        parser.error(f"no experiments: {unknown}; there are {', '.join(EXPERIMENTS)}")
+    if options.seed:
+        parser.error("a comparison counts its seeds from 0; --seeds says how many there are")
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.experiments:
         experiment = EXPERIMENTS[name]()

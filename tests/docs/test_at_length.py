@@ -165,3 +165,17 @@ def test_a_comparison_goes_on(made_up, tmp_path, monkeypatch, capsys):
     at_length.main()
     assert (tmp_path / "filtered-cnn-quick.csv").read_text(encoding="utf-8") == first
     assert "DPSGD, filter" in (tmp_path / "filtered-quick.md").read_text(encoding="utf-8")
+
+
+def test_all_experiments_without_a_name_and_an_unknown_one(monkeypatch, tmp_path, capsys):
+    ran = []
+    monkeypatch.setattr(at_length, "compared", lambda name, *_: ran.append(name) or {})
+    monkeypatch.setattr(at_length.report, "write", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["at_length.py", "--output", str(tmp_path)])
+    at_length.main()
+    assert ran == list(at_length.EXPERIMENTS)
+    for arguments, said in ((["filtred"], "'filtred'"), (["filtered", "--seed", "1"], "--seeds")):
+        monkeypatch.setattr(sys, "argv", ["at_length.py", *arguments])
+        with pytest.raises(SystemExit):
+            at_length.main()
+        assert said in capsys.readouterr().err
