@@ -253,6 +253,11 @@ def patched(layer: keras.layers.Layer, name: str, value: Any) -> Iterator[None]:
             object.__setattr__(layer, name, shadowed)
 
 
+def variable_itself(variable: keras.Variable) -> Any:
+    """The `tf.Variable` of a Keras variable, whatever stands for its value in a scope."""
+    return variable._value
+
+
 def is_rematerialized(layer: keras.layers.Layer) -> bool:
     """Whether a layer is computed a second time in the backward pass."""
     return bool(getattr(layer, "_remat_mode", None))

@@ -242,7 +242,7 @@ class OptimizerReport(keras.callbacks.Callback):
     def _observe(self, queries, released):
         """Adds one step's ‖g̃‖² − E‖noise‖², and E‖noise‖²."""
         part, clip_norm = released[0], tf.cast(queries[0].sensitivity, tf.float32)
-        weights = sum(tf.size(g) for g in part.value)
+        weights = sum(tf.size(getattr(g, "values", g)) for g in part.value)  # of rows: those
         noise = tf.cast(weights, tf.float32) * tf.square(part.noise_std)
         excess = tf.square(tf.linalg.global_norm(part.value)) - noise
         for mean, power in zip(self._power, (excess, noise), strict=True):

@@ -229,12 +229,11 @@ class DPModel(keras.Model):
                 "auto_scale_loss=True skips steps depending on raw gradients. Leave it out: a "
                 "float16 loss is scaled by a constant, undone before the norm is taken."
             )
-        if optimizer.secure_noise:  # its random bits come from outside of the graph
+        if optimizer.refuses_xla is not None:
             if jit_compile is True:
                 raise ValueError(
-                    "secure_noise=True takes its random bits from outside of the graph, which XLA "
-                    "cannot compile. Compile the model with jit_compile=False, or leave "
-                    "secure_noise out."
+                    f"{optimizer.refuses_xla}, which XLA cannot compile. Compile the model with "
+                    "jit_compile=False, or leave it out."
                 )
             jit_compile = False
         clipping.validate(self)

@@ -244,6 +244,21 @@ REFERENCES: dict[str, Reference] = {
         arxiv="2110.07435",
         version="arXiv",
     ),
+    "ghazi2023": Reference(
+        (
+            "Badih Ghazi",
+            "Yangsibo Huang",
+            "Pritish Kamath",
+            "Ravi Kumar",
+            "Pasin Manurangsi",
+            "Amer Sinha",
+            "Chiyuan Zhang",
+        ),
+        "Sparsity-preserving differentially private training of large embedding models",
+        "NeurIPS 2023",
+        2023,
+        arxiv="2311.08357",
+    ),
     "gilani2025": Reference(
         ("Atefeh Gilani", "Naima Tasnim", "Lalitha Sankar", "Oliver Kosut"),
         "GeoClip: geometry-aware clipping for differentially private SGD",

@@ -351,12 +351,31 @@ def _in_words(release):
 
 def _of_counts(release, unit):
     """How the noise is divided between gradients and counts, if there are counts."""
+    if release.rows is not None:
+        return _of_rows(release, unit)
     if release.count_noise is None:
         return ""
     return (
         f" for both (the counts are of {unit}s whose gradient is not clipped, with noise of std "
         f"{release.count_noise:.6g} on each)"
     )
+
+
+def _of_rows(release, unit):
+    """How the rows of tables are chosen."""
+    text = ""
+    if release.rows.threshold is not None:
+        on_counts, on_sum = release.rows.multipliers(release.multiplier)
+        text = (
+            f" for both (rows of tables are chosen by counts of the {unit}s that touch them, with "
+            f"{on_counts:.6g} on the counts and {on_sum:.6g} on the gradients)"
+        )
+    if release.rows.given:
+        text += (
+            ", of rows that were said to be public, or to have been released; if they were found "
+            "in the private data, this statement does not hold"
+        )
+    return text
 
 
 def _public(segments):

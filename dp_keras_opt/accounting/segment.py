@@ -13,6 +13,7 @@ from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise.mechanism import JointMoments, Mechanism, Release
+from dp_keras_opt.noise.row_selection import RowSelection
 from dp_keras_opt.noise.schedules import Constant, NoiseSchedule
 
 #: The data set that a model is trained on; others have names of their own.
@@ -181,12 +182,14 @@ class Segment:
                 "multiplier": float(release.multiplier),
                 "mechanism": release.mechanism.to_json(),
                 "joint": release.joint and dataclasses.asdict(release.joint),
+                "rows": release.rows and dataclasses.asdict(release.rows),
             }
             for release in self.releases
         ]
         for release in releases:
-            if release["count_noise"] is None:
-                del release["count_noise"]  # which libraries of before do not know
+            for name in ("count_noise", "rows"):
+                if release[name] is None:
+                    del release[name]  # which libraries of before do not know
         config = vars(self) | {
             "releases": releases,
             "schedule": self.schedule.to_json(),
@@ -212,6 +215,7 @@ class Segment:
             | {
                 "mechanism": Mechanism.from_json(release["mechanism"]),
                 "joint": release["joint"] and JointMoments(**release["joint"]),
+                "rows": RowSelection(**release["rows"]) if "rows" in release else None,
             }
             for release in config["releases"]
         ]

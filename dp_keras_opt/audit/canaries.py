@@ -25,6 +25,7 @@ from dp_keras_opt.clipping import Batch, clip_groups, losses_and_outputs
 from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.clipped_sum import clip_factor, norms_by_group
 from dp_keras_opt.clipping.geometry import seen_by
+from dp_keras_opt.clipping.table_rows import lookups
 from dp_keras_opt.data import poisson_batches
 from dp_keras_opt.types import Accountant
 
@@ -116,7 +117,8 @@ def inclusion_estimates(
 
     B·⟨c, g̃⟩/‖c‖², g̃ the released mean and c what the canary contributes if it is there, clipped as
     the query says: 1 for a canary in the batch and 0 for one that is not, plus noise, plus what the
-    others contribute in c's direction. Squares and counts beside the mean are not looked at.
+    others contribute in c's direction. Squares and counts beside the mean are not looked at; rows
+    of a table that were not released stand as 0, so that the guess is too low by their share.
 
     Args:
         model: the `DPModel`, at the weights at which the gradients were taken.
@@ -136,6 +138,8 @@ def inclusion_estimates(
             continue
         groups = clip_groups(model, query)
         gradients = seen_by(query, gradients, model.trainable_variables, canaries.num_rows)
+        gradients = lookups(query, gradients, model.trainable_variables)
+        values = [tf.convert_to_tensor(value) for value in answer.value]  # of rows: 0 for others
         norms = norms_by_group(query, gradients, groups, canaries.num_rows)
         lengths = norms_by_group(query._replace(norm="l2"), gradients, groups, canaries.num_rows)
         scale = query.scale or [1.0] * len(gradients)
@@ -143,7 +147,7 @@ def inclusion_estimates(
         for norm, length, (indices, bound) in zip(norms, lengths, groups, strict=True):
             clip = clip_factor(norm, bound, query)
             used = [i for i in indices if gradients[i] is not None]
-            inner += clip * sum(gradients[i].inner(scale[i] * answer.value[i]) for i in used)
+            inner += clip * sum(gradients[i].inner(scale[i] * values[i]) for i in used)
             power += (clip * length) ** 2
         size = optimizer.expected_batch_size
         estimates.append(size * tf.math.divide_no_nan(inner, power))

@@ -10,7 +10,7 @@ from dp_keras_opt.clipping.norms import clip_fraction, per_example_norms
 from dp_keras_opt.clipping.objective import Objective, losses_and_outputs  # noqa: F401
 from dp_keras_opt.clipping.observed import layers_named  # noqa: F401  (for other rooms)
 from dp_keras_opt.clipping.quantile import Quantile
-from dp_keras_opt.clipping.query import Point, Query
+from dp_keras_opt.clipping.query import Point, Query, Tables
 from dp_keras_opt.clipping.self_check import checked_engines
 from dp_keras_opt.clipping.validation import Problem, problems, validate
 
@@ -23,6 +23,7 @@ __all__ = [
     "Quantile",
     "Query",
     "Served",
+    "Tables",
     "clip_fraction",
     "clipped_sums",
     "explain",

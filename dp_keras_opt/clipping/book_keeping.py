@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt._keras import method_of_call, patched
-from dp_keras_opt.clipping import grouped_rows, per_example
+from dp_keras_opt.clipping import grouped_rows, per_example, row_reads
 from dp_keras_opt.clipping.batch import valid_rows
 from dp_keras_opt.clipping.factors import DenseGradients, joined, sizes_of
 from dp_keras_opt.clipping.graphs import current_graph
@@ -98,7 +98,8 @@ def gradients_for(queries, model, batch, per_example_loss, engines, loss_scale=1
     points, passes = {id(point): point for point in every}, {}
     for number in sorted(points, key=lambda number: points[number].offset is None):
         point, is_last = points[number], len(passes) == len(points) - 1
-        with _weights_at(point, model, is_last) as moved:
+        by_row = row_reads.read_by_row(model, queries)
+        with by_row, _weights_at(point, model, is_last) as moved:
             passes[number] = _pass(
                 model, batch, per_example_loss, engines, loss_scale, point.coefficient, moved
             )

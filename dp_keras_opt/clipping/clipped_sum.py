@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt import deprecation
-from dp_keras_opt.clipping import precision, tensorflow_settings
+from dp_keras_opt.clipping import precision, table_rows, tensorflow_settings
 from dp_keras_opt.clipping.batch import Batch, map_leaves, valid_rows
 from dp_keras_opt.clipping.book_keeping import gradients_for
 from dp_keras_opt.clipping.engines import Engines, engines_for
@@ -27,7 +27,9 @@ class ClippedSums(NamedTuple):
         sums: for each query, one float32 tensor per trainable variable: Σ_i clip(s ⊙ g_i; C).
             Adding or removing one row (one user's rows, where the mask says whose they are)
             changes it by at most C in the query's norm. Of a query that `counts`, behind them the
-            counts of its L groups, (L,), which that changes by at most ½ each.
+            counts of its L groups, (L,), which that changes by at most ½ each. Of one with
+            `tables`, these as `tf.IndexedSlices`, and behind all the counts of their rows, which
+            that changes by at most C₁ in L2.
         losses: the loss of each example, (B,). Raw: for metrics only.
         y_pred: the model's outputs. Raw: for metrics only.
         non_finite: how many examples (users) contributed zero because their gradient was NaN or
@@ -110,6 +112,7 @@ def clipped_sums(
 
 def _clipped_sum(query, groups, units, variables):
     """(Σ_i clip(s ⊙ g_i; C) over the valid units i, how many of them are not finite)."""
+    units = units._replace(gradients=table_rows.lookups(query, units.gradients, variables))
     norms, finite = _norms(query, groups, units)
     weights = [None] * len(variables)
     for norm, (indices, bound) in zip(norms, groups, strict=True):
@@ -119,6 +122,8 @@ def _clipped_sum(query, groups, units, variables):
     total = _weighted_sum(query, units.gradients, weights, finite, variables)
     if query.counts:
         total.append(_counts(norms, groups, units.valid & finite))
+    if query.tables and query.tables.contribution_norm is not None:
+        total.append(_row_counts(query, units, finite, variables))
     return total, tf.reduce_sum(tf.cast(units.valid & ~finite, tf.int64))
 
 
@@ -134,6 +139,17 @@ def _counts(norms, groups, counted):
         return tf.reduce_sum(tf.where(counted & (norm > 0), halves, 0.0))
 
     return tf.stack([one(norm, bound) for norm, (_, bound) in zip(norms, groups, strict=True)])
+
+
+def _row_counts(query, units, finite, variables):
+    """What the valid and finite units count in each row of each table, (ΣV,)."""
+
+    def factor(norm):
+        norm = norm * (1 + precision.rounding())
+        share = tf.minimum(1.0, query.tables.contribution_norm / norm)
+        return tf.where(units.valid & finite, share, 0.0)
+
+    return table_rows.counts(query, units.gradients, variables, factor)
 
 
 def _public_mean(query, groups, rows, shares, variables):
@@ -155,13 +171,17 @@ def _weighted_sum(query, gradients, weights, finite, variables):
     if query.directions is not None:
         total = _second_moment_products(query.directions, gradients, weights[0])
     else:
+        by_row = query.tables.trained if query.tables else ()
 
-        def one(g, w, variable):
+        def one(index, g, w, variable):
+            if index in by_row:
+                return table_rows.none_of(variable) if g is None else g.weighted_rows(w)
             if g is None:
                 return tf.zeros(variable.shape)
             return g.weighted_sum_of_squares(w) if query.square else g.weighted_sum(w)
 
-        total = [one(*each) for each in zip(gradients, weights, variables, strict=True)]
+        each = enumerate(zip(gradients, weights, variables, strict=True))
+        total = [one(index, *of_one) for index, of_one in each]
     if query.scale is None:
         return total
     power = 2 if query.square else 1

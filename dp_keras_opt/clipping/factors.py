@@ -379,6 +379,27 @@ class Lookup(Factor):
     def weighted_sum(self, weights):
         return self._scatter(self.deltas * weights[:, None, None])
 
+    def places(self):
+        """Which positions have a gradient, of a row that there is, (B, T)."""
+        inside = (self.ids >= 0) & (self.ids < self.shape[0])
+        return inside & tf.reduce_any(self.deltas != 0, axis=2)
+
+    def first_places(self):
+        """For each row that an example touches, the first of its `places`; (B, T)."""
+        places = self.places()
+        if self.distinct:
+            return places
+        order = tf.range(tf.shape(self.ids)[1])
+        same = self.ids[:, :, None] == self.ids[:, None, :]
+        earlier = same & (order[:, None] > order[None, :]) & places[:, None, :]
+        return places & ~tf.reduce_any(earlier, axis=2)
+
+    def weighted_rows(self, weights):
+        """The rows of `weighted_sum` that may differ from 0, each once, as `tf.IndexedSlices`."""
+        places = self.places()
+        values = tf.boolean_mask(self.deltas * weights[:, None, None], places)
+        return rows_once(tf.boolean_mask(self.ids, places), values, self.shape)
+
     def weighted_sum_of_squares(self, weights):
         sums, repeats = self._sums()
         squares = tf.square(weights[:, None, None] * sums)
@@ -399,6 +420,13 @@ class Lookup(Factor):
 
     def grouped(self, size):
         return Lookup(_merged(self.ids, size, 1), _merged(self.deltas, size, 1), self.shape)
+
+
+def rows_once(ids, values, shape):
+    """Rows of a table of this shape, as `tf.IndexedSlices` in which equal ones are added up."""
+    ids, places = tf.unique(ids)
+    total = tf.math.unsorted_segment_sum(values, places, tf.size(ids))
+    return tf.IndexedSlices(total, ids, tf.convert_to_tensor(shape, tf.int32))
 
 
 class TiedTable(Factor):

@@ -1,7 +1,7 @@
 """What an optimizer asks of the data, fixed before the data is touched."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
@@ -20,6 +20,20 @@ class Point(NamedTuple):
 
     coefficient: Any = 1.0
     offset: Sequence[Any] | None = None
+
+
+class Tables(NamedTuple):
+    """Tables, such as those of embeddings, of which a sum has only the rows that are looked up.
+
+    Attributes:
+        trained: by the index of each among the trainable variables: None, or a boolean tensor (V,)
+            of which rows are trained; what an example adds to others is dropped before the clip.
+        contribution_norm: C₁, the bound on what an example counts, in L2 over the rows of all
+            tables together; None where rows are not counted.
+    """
+
+    trained: Mapping[int, Any]
+    contribution_norm: float | None = None
 
 
 #: Where the gradient is taken unless a query says otherwise.
@@ -60,6 +74,10 @@ class Query(NamedTuple):
         centre: a, one tensor per trainable variable; None for 0. What stands for an example's
             gradient g is g − a. One of weight 0 contributes nothing, and not clip(−a): it stands
             for one that is not there.
+        tables: None, or `Tables` that are answered by row: in the place of each stand
+            `tf.IndexedSlices`. Where rows are counted, there is one vector more behind all sums,
+            with the count of each row of each table in turn: Σ_i min(1, C₁/√k_i) over the examples
+            i that touch it, k_i the number of rows that example i touches.
 
     Reference: Bu, Wang, Zha and Karypis, "Automatic clipping: differentially private deep learning
     made easier and stronger", NeurIPS 2023, arXiv:2206.07136 (`normalize`).
@@ -78,13 +96,14 @@ class Query(NamedTuple):
     points: Sequence[Point] | None = None
     geometry: Any = None
     centre: Sequence[Any] | None = None
+    tables: Tables | None = None
 
     @property
     def sensitivity(self) -> float | tf.Tensor:
         """By how much one row, added or removed, moves the sum: C, or C² for squares.
 
         ‖v²‖ ≤ ‖v‖² in both norms. One row replaced moves the sum by at most twice that. Beside it,
-        each count moves by at most ½.
+        each count moves by at most ½, and the counts of rows together by at most C₁.
         """
         clip_norm = tf.norm(self.clip_norm) if self.counts else self.clip_norm
         return clip_norm**2 if self.square else clip_norm

@@ -12,6 +12,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.noise.row_selection import RowSelection
 from dp_keras_opt.noise.serializable import Serializable
 from dp_keras_opt.noise.source import NoiseSource
 from dp_keras_opt.types import Adjacency, Batching, Norm
@@ -142,16 +143,18 @@ class Release:
         query: index into `optimizer.queries()` of the query that is answered.
         statistic: "mean", the sum of the clipped gradients over the expected batch size;
             "mean_and_square", the mean and its square together; "mean_and_counts", the mean and how
-            many units have a norm below their bounds; "public_mean", the mean over public
+            many units have a norm below their bounds; "mean_of_rows", the mean, of tables only
+            for some of their rows; "public_mean", the mean over public
             rows, and "public_values", given by the user and no answer to a query: these two are
             neither noised nor accounted, and every statement says that they were used. Beside the
             training: "scores" of a model, or the name of a statistic (`dp_keras_opt.statistics`).
         multiplier: noise multiplier σ, the noise's scale over the query's clip norm; of mean and
-            counts, that of both together. 0 releases the statistic without noise: the ledger then
-            says ε = ∞.
+            counts, and of mean and choice of rows, that of both together. 0 releases the statistic
+            without noise: the ledger then says ε = ∞.
         mechanism: the `Mechanism` that the noise is drawn from.
         joint: how mean and square are weighted, for "mean_and_square".
         count_noise: σ_b, std of the noise on each count, for "mean_and_counts".
+        rows: for "mean_of_rows", how rows are chosen.
     """
 
     query: int
@@ -160,6 +163,7 @@ class Release:
     mechanism: Mechanism
     joint: JointMoments | None = None
     count_noise: float | None = None
+    rows: RowSelection | None = None
 
     def noise_on_sum(self, counts: int) -> float:
         """σ, over C, of the noise on the sum beside which so many counts cost nothing further.

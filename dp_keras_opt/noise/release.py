@@ -40,7 +40,7 @@ def release(
 
     Raises:
         ValueError: a sum was clipped in another norm than its noise is for, a sum over private
-            rows would be released as public, or counts as part of a mean.
+            rows would be released as public, or counts, or rows of tables, as part of a mean.
     """
     answers = []
     for index, part in enumerate(releases):
@@ -57,6 +57,11 @@ def release(
             raise ValueError(f"Counts beside a sum cannot be released as a {part.statistic!r}.")
         if query.counts:
             answers.append(_mean_and_counts(part, query, total, batch_size, alpha, source, index))
+            continue
+        if (query.tables is not None) != (part.statistic == "mean_of_rows"):
+            raise ValueError(f"Rows of tables cannot be released as a {part.statistic!r}.")
+        if query.tables is not None:
+            answers.append(_mean_of_rows(part, query, total, batch_size, alpha, source, index))
             continue
         if part.statistic == "mean_and_square":
             answers.append(_mean_and_square(part, query, total, batch_size, alpha, source, index))
@@ -145,3 +150,86 @@ def _mean_and_square(part, query, total, batch_size, alpha, source, index):
         _noisy(square, scale / joint.weight**0.5, on_square),
         **_seen(query),
     )
+
+
+def _mean_of_rows(part, query, total, batch_size, alpha, source, index):
+    """The mean, of tables the chosen rows alone, as one release; see `RowSelection`.
+
+    Noise is drawn for the rows that are chosen; that of the others would be dropped.
+    """
+    if part.mechanism.is_correlated:
+        raise ValueError("Correlated noise is of whole tables, and not of rows that are chosen.")
+    if (part.rows.threshold is None) != (query.tables.contribution_norm is None):
+        raise ValueError("Rows are chosen by counts, which the query must ask for.")
+    counts = None
+    if part.rows.threshold is not None:
+        *total, counts = total
+    on_counts, on_sum = part.rows.multipliers(part.multiplier)
+    if part.multiplier:
+        _check_norm(part, "l2")
+        on_sum, on_counts = on_sum * alpha * query.sensitivity, on_counts * alpha
+    chosen = _chosen_rows(part, query, total, counts, on_counts, source, index)
+    values = list(total)
+    for table, rows in chosen.items():
+        values[table] = _rows_at(total[table], rows)
+    noise = [tf.zeros_like(value) for value in values]
+    if part.multiplier:
+        whole = [place for place in range(len(values)) if place not in chosen]
+        shapes = [values[place].shape for place in whole]
+        drawn = part.mechanism.unit_noise(shapes, source, (index, 0))
+        noise = dict(zip(whole, drawn, strict=True))
+        for table in chosen:
+            noise[table] = _unit_rows(part, source, index, values[table])
+        noise = [noise[place] for place in range(len(values))]
+    noisy = _noisy(values, on_sum, noise, batch_size)
+    for table, rows in chosen.items():
+        noisy[table] = tf.IndexedSlices(noisy[table], rows, total[table].dense_shape)
+    return Released(noisy, tf.cast(on_sum / batch_size, tf.float32), **_seen(query))
+
+
+def _chosen_rows(part, query, total, counts, on_counts, source, index):
+    """The rows of each table that are released, ascending."""
+    trained = query.tables.trained
+    if counts is None:
+        return {table: tf.where(rows)[:, 0] for table, rows in trained.items()}
+    if part.multiplier:
+        bound = query.tables.contribution_norm
+        (noise,) = part.mechanism.unit_noise([counts.shape], source, (index, 1))
+        (noisy,) = _noisy([counts], on_counts * bound, [noise])
+        reached = noisy >= tf.cast(part.rows.threshold * on_counts * bound, tf.float32)
+    else:
+        reached = counts > 0
+    sizes = [total[table].dense_shape[0] for table in trained]
+    parts = zip(trained.items(), tf.split(reached, sizes), strict=True)
+    return {
+        table: tf.where(part if rows is None else part & rows)[:, 0]
+        for (table, rows), part in parts
+    }
+
+
+def _rows_at(total, rows):
+    """These rows of a sum by row, (rows, ...); zeros where it has none."""
+    size = tf.cast(total.dense_shape[0], tf.int64)
+    places = tf.tensor_scatter_nd_update(
+        tf.fill([size], -1), rows[:, None], tf.range(tf.size(rows))
+    )  # of each row of the table, that among the chosen ones, or -1: dropped
+    places = tf.gather(places, total.indices)
+    return tf.math.unsorted_segment_sum(total.values, places, tf.size(rows))
+
+
+#: How many numbers are drawn at once for rows whose number is known at run time.
+_BLOCK = 2**14
+
+
+def _unit_rows(part, source, index, values):
+    """Unit draws in the shape of some rows, of a number that is known at run time."""
+    row = values.shape[1:]
+    size = max(1, _BLOCK // row.num_elements())
+    number = tf.shape(values)[0]
+    blocks = tf.map_fn(
+        lambda _: part.mechanism.unit_noise([(size, *row)], source, (index, 0))[0],
+        tf.range(-(-number // size)),
+        fn_output_signature=source.dtype,
+        parallel_iterations=1,
+    )
+    return tf.reshape(blocks, (-1, *row))[:number]

@@ -9,8 +9,9 @@ from dp_keras_opt.optimizers import catalog, moments
 from dp_keras_opt.optimizers.catalog import *  # noqa: F403
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.projection import GaLore
+from dp_keras_opt.optimizers.sparse_embeddings import SparseEmbeddings
 
-__all__ = [*catalog.__all__, "GaLore", "PrivateOptimizer", "get", "moments"]
+__all__ = [*catalog.__all__, "GaLore", "PrivateOptimizer", "SparseEmbeddings", "get", "moments"]
 
 
 def classes() -> dict[str, type[PrivateOptimizer]]:

@@ -14,6 +14,7 @@ from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import running_mean
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.optimizers.sparse_embeddings import SparseEmbeddings
 from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
@@ -63,6 +64,7 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
         geometry: Geometry | None = None,
+        sparse_embeddings: SparseEmbeddings | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -84,6 +86,7 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
             gradient_filter=gradient_filter,
             projection=projection,
             geometry=geometry,
+            sparse_embeddings=sparse_embeddings,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,
@@ -118,5 +121,6 @@ class DPAdam(AdaptiveOptimizer, keras.optimizers.Adam):
             m = self._momentums[self._get_variable_index(variable)]
             self.assign_add(m, (gradient - m) * (1 - self.beta_1))
             gradient = ops.convert_to_tensor(m)
-            rate = self._debiased(rate, self.beta_1, self._steps_taken())  # a scalar, and not m
+            steps = self._steps_taken(variable)
+            rate = self._debiased(rate, self.beta_1, steps)  # one number, or one a row, and not m
         self._move(variable, rate * gradient / self._root(variable))

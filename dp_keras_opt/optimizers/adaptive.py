@@ -50,6 +50,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
 
     takes_projection = True
     takes_geometry = True
+    takes_sparse_embeddings = True
 
     def __init__(
         self, *args: Any, second_moment: SecondMomentLike = "post_processing", **kwargs: Any
@@ -59,6 +60,7 @@ class AdaptiveOptimizer(PrivateOptimizer):
         self.second_moment = second_moment
         self.second_moment.check(self)
         self._check_geometry()
+        self._check_sparse_embeddings()
 
     # The rule.
 
@@ -106,6 +108,11 @@ class AdaptiveOptimizer(PrivateOptimizer):
         if self.geometry is not None and "second_moment" in vars(self._untracked):
             self.second_moment.check_geometry(type(self.geometry).__name__)
 
+    def _check_sparse_embeddings(self):
+        super()._check_sparse_embeddings()
+        if self.sparse_embeddings is not None and "second_moment" in vars(self._untracked):
+            self.second_moment.check_sparse_embeddings()
+
     def releases_for(self, noise_multiplier: float) -> tuple[Release, ...]:
         return self.second_moment.releases(self, noise_multiplier) + self._public_releases()
 
@@ -120,7 +127,8 @@ class AdaptiveOptimizer(PrivateOptimizer):
     def update(self, released: Sequence[Released]) -> None:
         answer = self._answer(released)
         gradients = self._projected(self._regularized(answer.value))
-        self._update_second_moment(released, gradients)
+        with self._on_rows():
+            self._update_second_moment(released, gradients)
         self._step(self._filtered(gradients, answer.noise_std))
 
     def _update_second_moment(self, released, gradients):
@@ -142,8 +150,11 @@ class AdaptiveOptimizer(PrivateOptimizer):
             shared[name] = make()
         return shared[name]
 
-    def _steps_taken(self):
-        """How many steps the moments hold after this one."""
+    def _steps_taken(self, variable):
+        """How many steps the moments of a variable hold after this one; of a table, of each row."""
+        index, by_row = self._get_variable_index(variable), self._untracked.by_row
+        if by_row is not None and index in by_row.tables:
+            return self._once(("steps", index), lambda: by_row.steps_of(index))
         return self._once("steps", lambda: self._steps_in_moments(self.iterations + 1))
 
     def _debiased(self, moment, beta, steps):
@@ -156,14 +167,15 @@ class AdaptiveOptimizer(PrivateOptimizer):
         """What the step of a variable is divided by, from v after this step's update."""
         v = ops.convert_to_tensor(self.geometry_moments[self._get_variable_index(variable)])
         source = self.second_moment
-        return source.root(self, source.estimate(self, v, self._steps_taken()))
+        return source.root(self, source.estimate(self, v, self._steps_taken(variable)))
 
     @property
     def second_moment_estimates(self) -> list[tf.Tensor]:
-        steps = self._steps_in_moments(self.iterations)
+        steps, by_row = self._steps_in_moments(self.iterations), self._untracked.by_row
+        of_rows = {} if by_row is None else by_row.steps
         return [
-            self.second_moment.estimate(self, ops.convert_to_tensor(v), steps)
-            for v in self.geometry_moments
+            self.second_moment.estimate(self, ops.convert_to_tensor(v), of_rows.get(index, steps))
+            for index, v in enumerate(self.geometry_moments)
         ]
 
     def dominant(self, index: int, v: tf.Tensor) -> tf.Tensor:

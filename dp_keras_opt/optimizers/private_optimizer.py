@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 import warnings
@@ -32,6 +33,7 @@ from dp_keras_opt.optimizers.settings import (
     NoiseScheduleLike,
     Setting,
 )
+from dp_keras_opt.optimizers.sparse_embeddings import ByRow, SparseEmbeddings
 from dp_keras_opt.optimizers.updates_once import UpdatesOnce
 from dp_keras_opt.types import ClipNorm, ClippingStyle
 
@@ -115,6 +117,11 @@ class PrivateOptimizer(UpdatesOnce):
         "None, or an object of `dp_keras_opt.geometries`: in what coordinates, and around what, "
         "examples are clipped.",
     )
+    sparse_embeddings = Setting(
+        settings.optional(SparseEmbeddings),
+        "None, or an `optimizers.SparseEmbeddings`: in each step few rows of embedding tables get "
+        "noise and are moved.",
+    )
     secure_noise = Setting(
         settings.boolean,
         "whether the noise withstands attacks on floating-point numbers and on the random "
@@ -131,6 +138,9 @@ class PrivateOptimizer(UpdatesOnce):
 
     #: Whether all that is asked of private rows is one mean, so that it may have a geometry.
     takes_geometry = False
+
+    #: Whether the rule moves each weight by what was released of it alone, so that it may be some.
+    takes_sparse_embeddings = False
 
     #: Settings that follow from other arguments, and are no part of the configuration.
     _derived_settings: frozenset[str] = frozenset()
@@ -163,6 +173,7 @@ class PrivateOptimizer(UpdatesOnce):
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
         geometry: Geometry | None = None,
+        sparse_embeddings: SparseEmbeddings | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -172,7 +183,7 @@ class PrivateOptimizer(UpdatesOnce):
         super().__init__(*args, **kwargs)
         self._average_from = average_from
         # What Keras must neither track nor save: a plain object, into which it does not look.
-        self._untracked = types.SimpleNamespace(state=[])
+        self._untracked = types.SimpleNamespace(state=[], slots={}, by_row=None)
         self.clip_norm = clip_norm
         self.batch_size = batch_size
         self.noise_multiplier = noise_multiplier
@@ -183,6 +194,7 @@ class PrivateOptimizer(UpdatesOnce):
         self.gradient_filter = gradient_filter
         self.projection = projection
         self.geometry = geometry
+        self.sparse_embeddings = sparse_embeddings
         self.secure_noise = secure_noise
         self.seed = seed
         if secure_noise and seed is not None:
@@ -192,6 +204,7 @@ class PrivateOptimizer(UpdatesOnce):
             )
         self._check_quantile()
         self._check_geometry()
+        self._check_sparse_embeddings()
         self.noise_source = SecureNoiseSource() if secure_noise else NoiseSource(seed)
 
     @property
@@ -222,6 +235,7 @@ class PrivateOptimizer(UpdatesOnce):
         self._need_settled()
         self._check_quantile()
         self._check_geometry()
+        self._check_sparse_embeddings()
         if self.projection is not None:
             self._check_projection()
             self.projection.select(variables)
@@ -245,6 +259,8 @@ class PrivateOptimizer(UpdatesOnce):
             self.gradient_filter.build(self, variables)
         if self.geometry is not None:
             self.geometry.build(self, variables)
+        if self.sparse_embeddings is not None:
+            self._build_tables(variables)
 
     @property
     def plan(self) -> Plan | None:
@@ -395,6 +411,63 @@ class PrivateOptimizer(UpdatesOnce):
                 "would take the noisiest for those of the gradient. Leave one of them out."
             )
 
+    def _check_sparse_embeddings(self):
+        """Refuses tables of which few rows are moved beside what needs all of them."""
+        if self.sparse_embeddings is None:
+            return
+        if not self.takes_sparse_embeddings:
+            raise ValueError(
+                f"{type(self).__name__} does not take sparse_embeddings: its step of a weight "
+                "depends on more than what was released of it. DPSGD, DPAdam, DPAdagrad, DPRMSprop "
+                "and DPYogi do."
+            )
+        reasons = {
+            "noise": "the noise of each step must be independent of that of the steps before, at "
+            "which other rows were chosen, and Gaussian, as the counts have it"
+            if type(self.noise) is not noises.Gaussian
+            else None,
+            "clip_norm": "a clip norm that finds itself is not proved beside counts of rows"
+            if isinstance(self.clip_norm, Quantile)
+            else None,
+            "gradient_filter": "it filters gradients of equal steps, and each row has its own",
+            "projection": "its subspaces are of whole tables",
+            "geometry": "it is learned from whole gradients",
+            "weight_decay": "it moves all rows of a table in each step",
+        }
+        for name, reason in reasons.items():
+            value = getattr(self, name)
+            if value is not None and reason is not None:
+                raise ValueError(
+                    f"sparse_embeddings does not go with {name}={_named(value)}: {reason}. Leave "
+                    "one of them out."
+                )
+
+    def _build_tables(self, variables):
+        """Finds the tables, and makes what is remembered of their rows."""
+        tables = self._untracked.tables = self.sparse_embeddings.tables(variables)
+        chosen = {index: variables[index] for index in tables.trained}
+        for table in chosen.values():
+            if table.regularizer is not None or table.constraint is not None:
+                raise ValueError(
+                    f"{table.path} has a regularizer or a constraint, which moves all of its rows "
+                    "in each step. Leave it out, or the table out of SparseEmbeddings(layers=...)."
+                )
+        steps = {
+            index: self.add_variable((table.shape[0], 1), dtype="int32", name=f"steps_{index}")
+            for index, table in chosen.items()
+        }
+        slots = {index: self._untracked.slots.get(id(table), []) for index, table in chosen.items()}
+        self._untracked.by_row = ByRow(chosen, slots, steps)
+
+    @property
+    def refuses_xla(self) -> str | None:
+        """Why XLA cannot compile its steps; None where it can."""
+        if self.secure_noise:
+            return "secure_noise=True takes its random bits from outside of the graph"
+        if self.sparse_embeddings is not None:
+            return "sparse_embeddings chooses rows of a number that is not known beforehand"
+        return None
+
     def begin(self, model: keras.Model) -> None:
         """Before the first step of a model that it was built for."""
         if self.geometry is not None:
@@ -420,7 +493,10 @@ class PrivateOptimizer(UpdatesOnce):
         if self.built and self.projection is not None:
             shape = self.projection.shape_of(reference_variable)
         if shape is None:
-            return super().add_variable_from_reference(reference_variable, name, initializer)
+            variable = super().add_variable_from_reference(reference_variable, name, initializer)
+            if self.built:
+                self._untracked.slots.setdefault(id(reference_variable), []).append(variable)
+            return variable
         name = f"{reference_variable.path.replace('/', '_')}_{name}"
         return self.add_variable(shape, initializer, dtype=reference_variable.dtype, name=name)
 
@@ -475,7 +551,7 @@ class PrivateOptimizer(UpdatesOnce):
             clip_norm = self.current_clip_norm
         query = Query(
             scale, clip_norm, self.noise.norm, self.clipping, self.normalize, counts=counts,
-            points=points,
+            points=points, tables=getattr(self._untracked, "tables", None),
         )  # fmt: skip
         return query if self.geometry is None or not self.built else self.geometry.seen(self, query)
 
@@ -525,7 +601,10 @@ class PrivateOptimizer(UpdatesOnce):
         return (Release(0, "public_values", 0.0, self.noise),)
 
     def mean_release(self, noise_multiplier: float) -> Release:
-        """The release of what `queries` asks first: the mean, and what counts beside it."""
+        """The release of what `queries` asks first: the mean, and what is counted beside it."""
+        if self.sparse_embeddings is not None:
+            selection = self.sparse_embeddings.selection
+            return Release(0, "mean_of_rows", noise_multiplier, self.noise, rows=selection)
         if not isinstance(self.clip_norm, Quantile):
             return Release(0, "mean", noise_multiplier, self.noise)
         size = self.batch_size
@@ -580,7 +659,11 @@ class PrivateOptimizer(UpdatesOnce):
     @property
     def noise_on_sum(self) -> float | None:
         """The noise's std over C; above `noise_multiplier` where counts have their part of it."""
-        if self.noise_multiplier is None or not isinstance(self.clip_norm, Quantile):
+        if self.noise_multiplier is None:
+            return None
+        if self.sparse_embeddings is not None:
+            return self.sparse_embeddings.selection.multipliers(self.noise_multiplier)[1]
+        if not isinstance(self.clip_norm, Quantile):
             return self.noise_multiplier
         return self.mean_release(self.noise_multiplier).noise_on_sum(self._num_counts)
 
@@ -605,7 +688,8 @@ class PrivateOptimizer(UpdatesOnce):
         answer = released[0].unscaled()
         if self.geometry is not None:
             self.geometry.update(self, released[0], answer)
-        return answer
+        by_row = self._untracked.by_row
+        return answer if by_row is None else by_row.take(answer)
 
     def adapt_clip_norm(self, released: Sequence[Released]) -> None:
         """Moves a clip norm that finds itself, after the update of a step, by the counts of it.
@@ -631,6 +715,36 @@ class PrivateOptimizer(UpdatesOnce):
     def _step(self, gradients):
         """Keras's own `apply`; that of this class refuses raw gradients."""
         super().apply(gradients, self._trainable_variables)
+        if self._untracked.by_row is not None:
+            self._untracked.by_row.finish()
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        with self._on_rows():
+            super()._backend_update_step(grads, trainable_variables, learning_rate)
+
+    def _on_rows(self):
+        """The scope in which the rule sees of tables the chosen rows alone."""
+        by_row = self._untracked.by_row
+        return contextlib.nullcontext() if by_row is None else by_row.of()
+
+    def assign(self, variable: Any, value: Any) -> None:
+        """Keras's; to the chosen rows, where `variable` is of a table."""
+        self._assign(super().assign, variable, value, lambda old, new: new)
+
+    def assign_add(self, variable: Any, value: Any) -> None:
+        """Keras's; to the chosen rows, where `variable` is of a table."""
+        self._assign(super().assign_add, variable, value, lambda old, new: old + new)
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        """Keras's; to the chosen rows, where `variable` is of a table."""
+        self._assign(super().assign_sub, variable, value, lambda old, new: old - new)
+
+    def _assign(self, by_keras, variable, value, function):
+        by_row = self._untracked.by_row
+        if by_row is None or not by_row.holds(variable):
+            by_keras(variable, value)
+        else:
+            by_row.assign(variable, lambda old: function(old, ops.cast(value, old.dtype)))
 
     def _projected(self, gradients):
         """Gradients where the rule works: in a subspace, if it does; in a new one where due."""
@@ -785,6 +899,10 @@ class PrivateOptimizer(UpdatesOnce):
         """Deprecated: use `to_subspace`."""
         deprecation.warn(f"{type(self).__name__}.in_subspace", "to_subspace")
         return gradient if self.projection is None else self.projection.reduce(index, gradient)
+
+
+def _named(value):
+    return value if isinstance(value, int | float | str) else type(value).__name__
 
 
 settings.fill_docstring(PrivateOptimizer)

@@ -13,6 +13,7 @@ from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import running_mean
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.optimizers.sparse_embeddings import SparseEmbeddings
 from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
@@ -58,6 +59,7 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
         geometry: Geometry | None = None,
+        sparse_embeddings: SparseEmbeddings | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -80,6 +82,7 @@ class DPRMSprop(AdaptiveOptimizer, keras.optimizers.RMSprop):
             gradient_filter=gradient_filter,
             projection=projection,
             geometry=geometry,
+            sparse_embeddings=sparse_embeddings,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import keras
 import numpy as np
 
 from dp_keras_opt.accounting import batch_sizes
@@ -213,6 +214,19 @@ def batch_size(name: str, value: Any) -> int | BatchSizes | None:
 def seed(name: str, value: Any) -> int | None:
     """A seed, or None."""
     return None if value is None else whole_number(value, name, 0, "Give an integer, or None.")
+
+
+def optional(kind: type) -> Callable[[str, Any], Any]:
+    """The check that a value is None, or of this class, or the configuration of one."""
+
+    def check(name, value):
+        if isinstance(value, dict):
+            value = keras.saving.deserialize_keras_object(value)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be None or a {kind.__name__}, received {value!r}.")
+        return value
+
+    return check
 
 
 def one_of(*allowed: Any) -> Callable[[str, Any], Any]:

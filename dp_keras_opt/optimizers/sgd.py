@@ -11,6 +11,7 @@ from dp_keras_opt.optimizers.geometries import Geometry
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.optimizers.sparse_embeddings import SparseEmbeddings
 from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
@@ -40,6 +41,7 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
 
     takes_projection = True
     takes_geometry = True
+    takes_sparse_embeddings = True
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
         geometry: Geometry | None = None,
+        sparse_embeddings: SparseEmbeddings | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -75,6 +78,7 @@ class DPSGD(PrivateOptimizer, keras.optimizers.SGD):
             gradient_filter=gradient_filter,
             projection=projection,
             geometry=geometry,
+            sparse_embeddings=sparse_embeddings,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

@@ -66,7 +66,7 @@ class DPOptimizer(PrivateOptimizer, keras.optimizers.Optimizer):
         **kwargs: Any,
     ) -> None:
         settings.refuse_keras_arguments("DPOptimizer", kwargs)
-        unknown = set(kwargs) - {"projection", "average_from"}
+        unknown = set(kwargs) - {"projection", "sparse_embeddings", "average_from"}
         if unknown:
             raise ValueError(
                 f"DPOptimizer does not take {', '.join(sorted(unknown))}. What is not about "

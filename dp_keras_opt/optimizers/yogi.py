@@ -11,6 +11,7 @@ from dp_keras_opt.optimizers.moments import SecondMomentLike
 from dp_keras_opt.optimizers.projection import GaLore
 from dp_keras_opt.optimizers.recursions import bounded_step
 from dp_keras_opt.optimizers.settings import FilterLike, NoiseLike, NoiseScheduleLike
+from dp_keras_opt.optimizers.sparse_embeddings import SparseEmbeddings
 from dp_keras_opt.types import ClipNorm, ClippingStyle, LearningRate
 
 
@@ -60,6 +61,7 @@ class DPYogi(DPAdam):
         gradient_filter: FilterLike = None,
         projection: GaLore | None = None,
         geometry: Geometry | None = None,
+        sparse_embeddings: SparseEmbeddings | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         **kwargs: Any,
@@ -81,6 +83,7 @@ class DPYogi(DPAdam):
             gradient_filter=gradient_filter,
             projection=projection,
             geometry=geometry,
+            sparse_embeddings=sparse_embeddings,
             secure_noise=secure_noise,
             seed=seed,
             **kwargs,

@@ -198,6 +198,7 @@ def _training(segment):
                 "multiplier": float(release.multiplier),
             }
             | ({} if release.count_noise is None else {"count_noise": release.count_noise})
+            | ({} if release.rows is None else {"rows": dataclasses.asdict(release.rows)})
             for release in segment.releases
             if not release.is_public
         ],

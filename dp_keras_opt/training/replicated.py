@@ -26,7 +26,8 @@ def check_compiled(model, optimizer):
 
     Raises:
         ValueError: the optimizer's variables would not be on all replicas, or XLA is asked to
-            compile for several logical CPUs, of which it has one.
+            compile for several logical CPUs, of which it has one; or the optimizer moves some rows
+            of tables, which replicas do not add up.
     """
     strategy = model.distribute_strategy
     if not workers.is_used(strategy):
@@ -36,6 +37,11 @@ def check_compiled(model, optimizer):
         raise ValueError(
             "The model and its optimizer were not both made under the strategy that is in use. "
             "Make both within `with strategy.scope():`."
+        )
+    if optimizer.sparse_embeddings is not None:
+        raise ValueError(
+            "sparse_embeddings is not for training under a strategy: replicas add up what has the "
+            "same size on each. Train on one device, or leave it out."
         )
     several = workers.local(strategy) > 1
     if model.jit_compile and several and "CPU" in strategy.extended.worker_devices[0]:
@@ -92,6 +98,8 @@ def train_function(model, local_sums):
         run = on_replica if isinstance(data, Blocks) else compiled
 
         def sums_of_all(_):  # each replica has asked for itself, from its own copies of variables
+            if not workers.is_used(strategy):
+                return local_sums(data)
             flat, logs = strategy.run(run, args=(data,))
             total = strategy.reduce(tf.distribute.ReduceOp.SUM, flat, axis=None)
             return _unpacked(total, form[0]), _local_mean(strategy, logs)

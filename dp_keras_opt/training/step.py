@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import tree
 
 from dp_keras_opt import clipping, noise, workers
-from dp_keras_opt.clipping import per_example
+from dp_keras_opt.clipping import per_example, table_rows
 from dp_keras_opt.data import LOST_ROWS
 from dp_keras_opt.training import losses
 from dp_keras_opt.training.batches import as_batch, blocks_of, chunks_of, of_any_length
@@ -74,7 +74,7 @@ def train_step(model, sums_of_all):
         observe(queries, released)
     # The step counter then proves that a batch was used: a graph would advance it without one. One
     # node stands for all sums, or each operation of the update would have an edge to each of them.
-    with tf.control_dependencies([tf.group(*tf.nest.flatten(sums))]):
+    with tf.control_dependencies([tf.group(*tf.nest.flatten(sums, expand_composites=True))]):
         optimizer.update(released)
         optimizer.adapt_clip_norm(released)
     return logs
@@ -204,7 +204,7 @@ def sums_in_chunks(model, state, parts, queries, engines):
             traced = traced.get_concrete_function(*chunk(0))
 
         def add(index, sums, once, traced=traced, chunk=chunk, is_first=batch is first):
-            sums = tf.nest.map_structure(tf.add, sums, traced(*chunk(index)))
+            sums = tf.nest.map_structure(table_rows.added, sums, traced(*chunk(index)))
             if is_first:
                 moved = [tf.convert_to_tensor(variable) for variable in engines.moving]
                 once = [tf.where(index == 0, *pair) for pair in zip(moved, once, strict=True)]
@@ -213,7 +213,9 @@ def sums_in_chunks(model, state, parts, queries, engines):
         def is_left(index, *_, count=count):
             return index < count
 
-        _, sums, once = tf.while_loop(is_left, add, (0, sums, once))
+        start = 0, sums, once
+        shapes = tf.nest.map_structure(_any_rows, start)
+        _, sums, once = tf.while_loop(is_left, add, start, shape_invariants=shapes)
     for variable, value in zip(engines.moving, once, strict=True):
         variable.assign(value)  # it is saved, and would tell how many rows the batches had
     return sums
@@ -240,7 +242,23 @@ def _zeros(query, variables):
     if query.directions is not None:  # a sum for each of them
         return [tf.zeros_like(directions) for directions in query.directions]
     counts = [tf.zeros(query.clip_norm.shape)] if query.counts else []
-    return [*(tf.zeros(variable.shape) for variable in variables), *counts]
+    tables = query.tables.trained if query.tables else {}
+    if tables and query.tables.contribution_norm is not None:
+        counts.append(tf.zeros([sum(variables[index].shape[0] for index in tables)]))
+    return [
+        *(
+            table_rows.none_of(variable) if index in tables else tf.zeros(variable.shape)
+            for index, variable in enumerate(variables)
+        ),
+        *counts,
+    ]
+
+
+def _any_rows(value):
+    """The shape of a part of the loop's state, in which the rows of a table may become more."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.TensorShape([None, *value.values.shape[1:]])
+    return tf.convert_to_tensor(value).shape
 
 
 def _row_size(batch):

@@ -9,7 +9,6 @@ import unicodedata
 import warnings
 
 import keras
-import numpy as np
 import pytest
 
 import dp_keras_opt as dp
@@ -39,6 +38,7 @@ OTHERS = {
     "gradient_filter": "f1",
     "projection": GaLore(2),
     "geometry": dp.geometries.Mean(0.5),
+    "sparse_embeddings": dp.optimizers.SparseEmbeddings(2.0),
     "secure_noise": True,
     "seed": 3,
 }
@@ -68,7 +68,9 @@ def is_refused(entry, name):
     """Whether the optimizer refuses an argument, when it is made or when it is built."""
     with contextlib.suppress(TypeError, ValueError):
         optimizer = made(entry, **{name: OTHERS[name]})
-        optimizer.build([keras.Variable(np.zeros((4, 4), np.float32))])
+        table = keras.layers.Embedding(4, 4)
+        table.build()
+        optimizer.build([table.embeddings])
         return False
     return True
 
@@ -103,7 +105,9 @@ def test_the_signature_has_every_shared_argument(name):
         assert own_hints[argument] == hints[argument], argument
         assert own[argument].kind is parameter.KEYWORD_ONLY, argument
     left_out = set(expected) - set(own)
-    assert left_out <= {"projection", "geometry", "noise_schedule", "second_moment"}
+    assert left_out <= {
+        "projection", "geometry", "sparse_embeddings", "noise_schedule", "second_moment"
+    }  # fmt: skip
     assert not any(p.kind is p.VAR_POSITIONAL for p in own.values()), "*args hides arguments"
     assert all(p.annotation is not p.empty for n, p in own.items() if n != "self")
 

@@ -303,6 +303,8 @@ def what_cannot_be_is_refused(strategy):
         model = make(optimizer())
         refused("Make both within", lambda: make(lambda: outside))
         refused("Leave jit_compile out", lambda: make(optimizer(), jit_compile=True))
+        few_rows = optimizer(sparse_embeddings=dp.optimizers.SparseEmbeddings())
+        refused("not for training under a strategy", lambda: make(few_rows))
     refused("Several replicas need Batches", lambda: model.fit(X, Y, shuffle=False, verbose=0))
     sizes = {0: BATCH, 3: 2 * BATCH}
     with strategy.scope():

@@ -44,7 +44,9 @@ class ADPSGD(DPSGD):
 
     _derived_settings = frozenset({"noise_schedule"})
 
-    takes_geometry = False  # noise and steps are those of the plain one's analysis
+    # Noise and steps are those of the plain one's analysis.
+    takes_geometry = False
+    takes_sparse_embeddings = False
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class Rule(Protocol):
         current_clip_norm, expected_batch_size: C and B of this step.
         noise_on_sum: the noise's std over C.
         geometry: None, or in what examples are clipped.
+        sparse_embeddings: None, or tables of which each step moves some rows.
         second_moments: the variables that hold v, one per trainable variable.
         geometry_moments: those whose values the geometry is made of.
     """
@@ -44,6 +45,7 @@ class Rule(Protocol):
     noise_on_sum: Any
     noise: Any
     geometry: Any
+    sparse_embeddings: Any
     second_moments: Any
     geometry_moments: Any
 
@@ -109,6 +111,15 @@ class SecondMoment:
                 "private rows. Use 'post_processing' or 'bias_corrected', or leave one of them out."
             )
 
+    def check_sparse_embeddings(self) -> None:
+        """Refuses tables of which few rows are released, unless one mean is all that is asked."""
+        if self.scaled or not self.takes_geometry:
+            raise ValueError(
+                f"sparse_embeddings and second_moment={type(self).__name__} cannot be joined: the "
+                "source needs whole tables in each step. Use 'post_processing' or "
+                "'bias_corrected', or leave one of them out."
+            )
+
     def build(self, rule: Rule, variables: Sequence[keras.Variable]) -> None:
         """Creates the source's own variables."""
 
@@ -143,7 +154,9 @@ class SecondMoment:
         """v takes in the `squares` of this step, by the rule's recursion."""
         squares = self.squares(rule, released, gradients)
         for v, square in zip(rule.second_moments, squares, strict=True):
-            rule.assign(v, rule.accumulate(ops.convert_to_tensor(v), ops.cast(square, v.dtype)))
+            # By TensorFlow: what Keras gives may still be the variable, which adds no rows at all
+            # as a bias.
+            rule.assign(v, rule.accumulate(tf.convert_to_tensor(v), ops.cast(square, v.dtype)))
 
     def estimate(self, rule: Rule, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
         """v̂ after this many steps; where noise was taken off or added, it may be negative."""

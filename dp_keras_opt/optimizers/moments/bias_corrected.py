@@ -62,7 +62,7 @@ class BiasCorrected(SecondMoment):
         self, rule: Rule, released: Sequence[Released], gradients: Sequence[tf.Tensor]
     ) -> Sequence[tf.Tensor]:
         squares = super().squares(rule, released, gradients)
-        if rule.geometry is None:
+        if not self._corrects_squares(rule):
             return squares
         stds = released[0].unscaled().noise_std
         stds = stds if isinstance(stds, list) else [stds] * len(squares)
@@ -73,9 +73,14 @@ class BiasCorrected(SecondMoment):
     ) -> None:
         super().update(rule, released, gradients)
         power = ops.square(ops.convert_to_tensor(released[0].noise_std, "float32"))
-        if rule.geometry is not None:
+        if self._corrects_squares(rule):
             power = ops.zeros_like(power)
         rule.assign(self._power, rule.accumulate(ops.convert_to_tensor(self._power), power))
+
+    def _corrects_squares(self, rule):
+        """Whether the noise is taken off before v takes a square in, which for linear rules is the
+        same: where it differs between weights, or which steps v holds does."""
+        return rule.geometry is not None or rule.sparse_embeddings is not None
 
     def estimate(self, rule: Rule, v: tf.Tensor, steps: int | tf.Tensor) -> tf.Tensor:
         phi = rule.corrected(ops.convert_to_tensor(self._power), steps)
