@@ -114,15 +114,15 @@ class SparseEmbeddings(Serializable):
             layer, name = ("", *str(variable.path).split("/"))[-2:]
             is_named = self.layers is None or layer in self.layers
             if name == "embeddings" and len(variable.shape) == 2 and is_named:
-                found[layer] = index
-        named = {*(self.layers or ()), *(self.rows or ())}
-        if not found or named - set(found):
+                found[index] = layer
+        named, there = {*(self.layers or ()), *(self.rows or ())}, sorted(set(found.values()))
+        if not found or named - set(there):
             raise ValueError(
                 "SparseEmbeddings finds no trained embeddings"
-                f"{f' of the layers {sorted(named - set(found))}' if named else ''} in this "
-                f"model; there are {sorted(found) or 'none'}."
+                f"{f' of the layers {sorted(named - set(there))}' if named else ''} in this "
+                f"model; there are {there or 'none'}."
             )
-        trained = {index: self._trained(layer, variables[index]) for layer, index in found.items()}
+        trained = {index: self._trained(layer, variables[index]) for index, layer in found.items()}
         return Tables(trained, None if self.threshold is None else self.contribution_norm)
 
     def _trained(self, layer, variable):

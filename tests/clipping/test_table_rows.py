@@ -120,6 +120,24 @@ def test_rows_of_padding_are_in_no_count():
     assert words[0] == 0.0 and words[1:].sum() > 0
 
 
+def test_a_table_that_is_looked_up_in_twice():
+    """A row counts once, whichever of two inputs brings it."""
+    ones, others = (keras.Input((LENGTH,), dtype="int32") for _ in range(2))
+    table, mean = keras.layers.Embedding(WORDS, 2), keras.layers.GlobalAveragePooling1D()
+    model = dp.DPModel([ones, others], mean(table(ones)) * (1 + mean(table(others))))
+    rng = np.random.default_rng(11)
+    x = tuple(rng.integers(0, WORDS, (5, LENGTH)).astype("int32") for _ in range(2))
+    y, bound = rng.normal(size=(5, 2)).astype("float32"), 10.0
+    query = Query(clip_norm=C, tables=Tables({0: None}, bound))
+    ((total, counts),) = clipped_sums(model, Batch(x, y), [query], per_example_loss=loss).sums
+    gradients = one_at_a_time(model, lambda y, p: tf.reduce_sum(loss(y, p)), list(x), y)
+    expected = clip_and_sum(gradients, C)
+    np.testing.assert_allclose(tf.convert_to_tensor(total), expected[0], rtol=1e-4, atol=1e-7)
+    touched = [{*x[0][row], *x[1][row]} for row in range(5)]
+    for word in range(WORDS):
+        assert counts[word] == sum(word in each for each in touched)
+
+
 def test_rows_of_a_user_count_as_one():
     x, y = batch_of(np.random.default_rng(5))
     mask = np.array([[True, True], [True, False], [True, True], [False, False]])

@@ -204,15 +204,15 @@ def compiled(optimizer, **arguments):
 
 @pytest.mark.filterwarnings("ignore:.*without privacy.*:UserWarning")
 @pytest.mark.parametrize("dtype", [None, "mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("physical", [None, 7])
-def test_without_noise_and_bound_it_is_keras(dtype, physical):
+@pytest.mark.parametrize(("physical", "eager"), [(None, False), (7, False), (7, True)])
+def test_without_noise_and_bound_it_is_keras(dtype, physical, eager):
     """σ = 0, C = ∞: rows that are touched move as by Keras, the others not."""
     optimizer = dp.optimizers.DPSGD(
         0.5, momentum=0.9, clip_norm=np.inf, noise_multiplier=0.0, batch_size=40,
         sparse_embeddings=SparseEmbeddings(),
     )  # fmt: skip
     model, (x, y) = build(dtype=dtype), text()
-    model.compile(optimizer, "mse", physical_batch_size=physical)
+    model.compile(optimizer, "mse", physical_batch_size=physical, run_eagerly=eager)
     model.sampling = dp.accounting.Sampling.full(40)
     plain = keras.Model(model.inputs, model.outputs)
     start = model.get_weights()
@@ -291,6 +291,22 @@ def test_an_average_is_of_all_steps():
         weights.append(model.get_weights()[0])
     averages = optimizer._model_variables_moving_average[0].numpy()
     np.testing.assert_allclose(averages, np.mean(weights[1:], axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_tables_of_one_name():
+    """Those of two models in one, say."""
+    inputs, towers = keras.Input((T,), dtype="int32"), []
+    for name in ("one", "other"):
+        words = keras.Input((T,), dtype="int32")
+        rows = keras.layers.Embedding(50, 4, name="words")(words)
+        tower = keras.Model(words, keras.layers.GlobalAveragePooling1D()(rows), name=name)
+        towers.append(tower(inputs))
+    optimizer = dp.optimizers.DPSGD(sparse_embeddings=SparseEmbeddings(layers=["words"]), **PRIVATE)
+    model, (x, y) = dp.DPModel(inputs, keras.layers.Dense(2)(towers[0] * towers[1])), text()
+    model.compile(optimizer, "mse")
+    model.sampling = dp.accounting.Sampling.full(40)
+    model.train_on_batch(x, y)
+    assert len(optimizer._untracked.by_row.tables) == 2
 
 
 def test_given_rows_alone_are_trained():
