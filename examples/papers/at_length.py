@@ -4,7 +4,7 @@
     python examples/papers/at_length.py uneven
     python examples/papers/at_length.py delayed      # a run takes half an hour
     python examples/papers/at_length.py scaled       # a run takes an hour
-    python examples/papers/at_length.py rows
+    python examples/papers/at_length.py rows         # a run takes seconds
     python examples/papers/at_length.py filtered --quick     # minutes, to try it out
 
 Each optimizer gets as many trials for each of its hyper-parameters at each ε, a learning rate that
@@ -23,8 +23,8 @@ accountant is the tight one; where a paper gives σ, its ε is what that costs b
 - scaled (scale-then-privatize): a Transformer of a million weights predicts the next character of
   English prose; batches of 256, 2,000 steps, ε = 10 at δ = 1e-7; all with banded noise.
 
-- rows (DP-AdaFEST, beyond the papers): the same model and data as in "delayed", batches of 1,024,
-  200 steps; ε = 1, 3, 8; with noise on all rows of the table in each step, and on chosen ones.
+- rows (DP-AdaFEST, beyond the papers): ratings of films and definitions of nouns, as in
+  choosing.py; ε = 1, 3, 8; with noise on all rows of the tables in each step, and on chosen ones.
 
 Writes NAME-TASK.csv (every run) and NAME.csv and .md (a table and a verdict) to
 output/papers/at_length.
@@ -190,7 +190,7 @@ def uneven():
     )
 
 
-def tags(steps=10_000, batch_size=64):
+def tags():
     """Definitions of nouns as bags of words, and which of 500 branches they are in."""
     definitions, members = branches(TAGS)
     words = keras.layers.TextVectorization(WORDS, output_mode="int", output_sequence_length=LENGTH)
@@ -208,7 +208,7 @@ def tags(steps=10_000, batch_size=64):
 
     return dp.tuning.Task(
         build, train, validation, keras.losses.BinaryCrossentropy(from_logits=True),
-        batch_size=batch_size, steps=steps, test=test, clip_norm=0.25, unit="definition",
+        batch_size=64, steps=10_000, test=test, clip_norm=0.25, unit="definition",
     )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def rows():
 
     made = list(candidates())
     return Experiment(
-        {"tags": functools.partial(tags, 200, 1024)},
+        {"ratings": choosing.ratings, "definitions": choosing.definitions},
         made,
         [(made[1].name, made[0].name), (made[3].name, made[2].name)],
         lambda task: (1.0, 3.0, 8.0),
