@@ -16,7 +16,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from scipy import linalg
+from scipy import linalg, stats
 
 import dp_keras_opt as dp
 from dp_keras_opt import audit, noise
@@ -51,6 +51,20 @@ def whitened(estimates, stds):
     """The matched filter against noise M⁻¹z, M the root of 3 prefix sums, for a canary in all."""
     matrix = linalg.toeplitz([1, 1 / 2, 3 / 8], np.zeros(3))
     return np.tensordot(matrix.T @ matrix @ np.ones(3), estimates[:, 0], 1)
+
+
+#: How rows are chosen: so that nearly half of them are, with a canary or without.
+CHOICE = {"threshold": 0.5, "noise_ratio": 1.0}
+
+
+def of_chosen_rows(estimates, stds):
+    """The logarithm of the likelihood ratio of which rows were chosen, and of what they hold."""
+    value, chosen = estimates[:, 0], estimates[:, 1]
+    on_sum = stds[:, 0]
+    shift, tau = 1 / (CHOICE["noise_ratio"] * on_sum), CHOICE["threshold"]
+    left_out = stats.norm.logcdf(tau - shift) - stats.norm.logcdf(tau)
+    taken = stats.norm.logcdf(shift - tau) - stats.norm.logcdf(-tau) + (value - 0.5) / on_sum**2
+    return np.sum(np.where(chosen > 0, taken, left_out), axis=0)
 
 
 # How batches are drawn: functions of the number of examples, to (sampling, steps, batches).
@@ -149,6 +163,16 @@ CASES = {
         full,
     ),
     "DPSGD, GeoClip": (lambda **p: o.DPSGD(0.1, geometry=dp.geometries.GeoClip(2), **p), full),
+    "DPSGD, chosen rows": (
+        lambda **p: o.DPSGD(0.1, sparse_embeddings=o.SparseEmbeddings(**CHOICE), **p),
+        full,
+        of_chosen_rows,
+    ),
+    "DPAdam, chosen rows, replace_one": (
+        lambda **p: o.DPAdam(0.01, sparse_embeddings=o.SparseEmbeddings(**CHOICE), **p),
+        replaced,
+        of_chosen_rows,
+    ),
     "DPSGD, normalize": (lambda **p: o.DPSGD(0.1, normalize=True, **p), full),
     "DPSGD, quantile": (lambda **p: o.DPSGD(0.1, **p | FOUND), full),
     "DPSGD, quantile per layer, replace_one": (
@@ -236,6 +260,7 @@ def canary_releases(model, canaries, queries, released):
     """`audit.inclusion_estimates` of this model, written down anew, and for squares as well."""
     optimizer, x = model.optimizer, canaries.x
     weight = tf.gather(model.trainable_variables[0], x)[:, 0]
+    weights = model.trainable_variables[0].shape[0]
     sign = tf.sign(weight - canaries.y[:, 0])  # of the gradient, which is longer than its bound
     estimates, stds = [], []
     for part, answer in zip(optimizer.releases, released, strict=True):
@@ -243,9 +268,14 @@ def canary_releases(model, canaries, queries, released):
             continue
         query = queries[part.query]
         share = query.sensitivity / optimizer.batch_size  # what one example makes of the mean
-        mean = tf.gather(answer.value[0], x)[:, 0]
+        mean = tf.gather(tf.convert_to_tensor(answer.value[0]), x)[:, 0]
         estimates.append(mean / share * (1.0 if query.square else sign))
         stds.append(answer.noise_std / share * tf.ones_like(sign))
+        if isinstance(answer.value[0], tf.IndexedSlices):  # which rows were chosen
+            rows = answer.value[0].indices
+            chosen = tf.math.unsorted_segment_sum(tf.ones_like(rows), rows, weights)
+            estimates.append(tf.cast(tf.gather(chosen, x), tf.float32))
+            stds.append(tf.ones_like(sign))
         if (
             answer.shares is not None and x.shape[0] == 1
         ):  # all are clipped, so each of the FEW is −½
@@ -349,13 +379,26 @@ def no_noise_on_counts():
         yield
 
 
+@contextlib.contextmanager
+def no_noise_on_rows():
+    """None on the counts by which rows are chosen."""
+    draw = noise.Gaussian.unit_noise
+
+    def silenced(self, shapes, source, stream=0):
+        drawn = draw(self, shapes, source, stream)
+        return [0 * z for z in drawn] if stream == (0, 1) else drawn
+
+    with mock.patch.object(noise.Gaussian, "unit_noise", silenced):
+        yield
+
+
 SABOTAGE = {
     "half the noise": half_the_noise,
     "no clipping": no_clipping,
     "noise reused": noise_reused,
     "one step without noise": one_step_without_noise,
 }
-SABOTAGED = ("DPSGD", "DPAdam", "DP2RMSprop", "DPNesterov", "DPSGD, DiSK")
+SABOTAGED = ("DPSGD", "DPAdam", "DP2RMSprop", "DPNesterov", "DPSGD, DiSK", "DPSGD, chosen rows")
 
 
 def audits(only=()):
@@ -363,6 +406,7 @@ def audits(only=()):
     honest = [(name, "", contextlib.nullcontext) for name in CASES]
     faults = [(name, fault, how) for name in SABOTAGED for fault, how in SABOTAGE.items()]
     faults.append(("DPSGD, quantile", "no noise on counts", no_noise_on_counts))
+    faults.append(("DPSGD, chosen rows", "no noise on the choice", no_noise_on_rows))
     return [
         each
         for each in honest + faults
