@@ -94,7 +94,7 @@ def test_the_tables_of_data_on_disk_are_those_of_the_results(name, table, monkey
     assert f"<!-- {name} -->\n\n{expected}\n" in PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["buckets", "draw", "flops"])
+@pytest.mark.parametrize("name", ["buckets", "draw", "flops", "sparse"])
 def test_the_plain_tables_are_those_of_the_results(name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     rows = _rows(PAGE.with_suffix("") / f"{name}.csv")
