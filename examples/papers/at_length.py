@@ -4,7 +4,6 @@
     python examples/papers/at_length.py uneven
     python examples/papers/at_length.py delayed      # a run takes half an hour
     python examples/papers/at_length.py scaled       # a run takes an hour
-    python examples/papers/at_length.py rows         # a run takes seconds
     python examples/papers/at_length.py filtered --quick     # minutes, to try it out
 
 Each optimizer gets as many trials for each of its hyper-parameters at each ε, a learning rate that
@@ -22,9 +21,6 @@ accountant is the tight one; where a paper gives σ, its ε is what that costs b
   σ = 1, 10,000 steps.
 - scaled (scale-then-privatize): a Transformer of a million weights predicts the next character of
   English prose; batches of 256, 2,000 steps, ε = 10 at δ = 1e-7; all with banded noise.
-
-- rows (DP-AdaFEST, beyond the papers): ratings of films and definitions of nouns, as in
-  choosing.py; ε = 1, 3, 8; with noise on all rows of the tables in each step, and on chosen ones.
 
 Writes NAME-TASK.csv (every run) and NAME.csv and .md (a table and a verdict) to
 output/papers/at_length.
@@ -231,34 +227,6 @@ def delayed():
     )
 
 
-def rows():
-    """DP-AdaFEST."""
-
-    def candidates():
-        for name in ("DPSGD", "DPAdam, bias-corrected"):
-            plain = get(name)
-            yield plain
-
-            def make(run, threshold, noise_ratio, plain=plain, **values):
-                optimizer = plain.make(run, **values)
-                sparse = dp.optimizers.SparseEmbeddings(threshold, noise_ratio=noise_ratio)
-                config = optimizer.get_config() | {"sparse_embeddings": sparse}
-                return type(optimizer).from_config(config)
-
-            space = {"threshold": (0.5, 4.0), "noise_ratio": (1.0, 8.0)}
-            yield Candidate(f"{name}, chosen rows", make, {**plain.space, **space})
-
-    made = list(candidates())
-    return Experiment(
-        {"ratings": choosing.ratings, "definitions": choosing.definitions},
-        made,
-        [(made[1].name, made[0].name), (made[3].name, made[2].name)],
-        lambda task: (1.0, 3.0, 8.0),
-        lambda task: 1e-6,
-        "With noise on chosen rows alone, no worse, at gradients of a tenth of the size or less.",
-    )
-
-
 def large_transformer(width=160, depth=3, heads=5):
     """Causal, with a million weights."""
     layers = keras.layers
@@ -305,8 +273,7 @@ def scaled():
     )
 
 
-EXPERIMENTS = {"filtered": filtered, "uneven": uneven, "delayed": delayed, "scaled": scaled,
-               "rows": rows}  # fmt: skip
+EXPERIMENTS = {"filtered": filtered, "uneven": uneven, "delayed": delayed, "scaled": scaled}
 
 
 def compared(name, experiment, options):
@@ -357,23 +324,24 @@ def verdict(found, order):
     return "\n\n" + "\n".join(f"- {line}." for line in lines)
 
 
-def main():
-    parser = report.parser(__doc__, "at_length")
+def main(experiments=EXPERIMENTS, doc=__doc__, folder="at_length"):
+    """Runs those of these experiments that the command names."""
+    parser = report.parser(doc, folder)
     parser.add_argument(
-        "experiments", nargs="*", default=list(EXPERIMENTS), help="else all of them"
+        "experiments", nargs="*", default=list(experiments), help="else all of them"
     )
     parser.add_argument("--tasks", nargs="+", help="of an experiment; else all of them")
     parser.add_argument("--epsilons", nargs="+", type=float, help="else those of the paper")
     parser.add_argument("--trials", type=int, default=6, help="settings for each hyper-parameter")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    if unknown := set(options.experiments) - set(EXPERIMENTS):
-        parser.error(f"no experiments: {unknown}; there are {', '.join(EXPERIMENTS)}")
+    if unknown := set(options.experiments) - set(experiments):
+        parser.error(f"no experiments: {unknown}; there are {', '.join(experiments)}")
     if options.seed:
         parser.error("a comparison counts its seeds from 0; --seeds says how many there are")
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.experiments:
-        experiment = EXPERIMENTS[name]()
+        experiment = experiments[name]()
         found = compared(name, experiment, options)
         seen = verdict(found, experiment.order)
         report.write(

@@ -1,0 +1,117 @@
+"""What came after the five papers, tuned like everything else, at equal ε and equal compute.
+
+    python examples/papers/later.py rows         # minutes to hours; goes on where it stopped
+    python examples/papers/later.py others
+
+- rows: DP-AdaFEST: with noise on all rows of the tables in each step, and on chosen ones; ratings
+  of films and definitions of nouns.
+- others: filters that choose where gradients are taken, with one pass each (DiSK, DP-SAT),
+  geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
+  DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
+  text.
+
+Tasks are those of choosing.py; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many trials for each
+of its hyper-parameters: see at_length.py, whose options these are.
+
+Writes NAME-TASK.csv (every run) and NAME.csv and .md (a table and a verdict) to
+output/papers/later.
+"""
+
+import at_length
+import choosing
+import keras
+
+import dp_keras_opt as dp
+from dp_keras_opt import filters, geometries
+from dp_keras_opt.tuning.candidates import Candidate, get
+
+BASELINES = ("DPSGD, momentum", "DPAdam, bias-corrected")
+#: Of clip norms in units of the length that is expected.
+LENGTHS = (0.3, 3.0)
+
+
+def changed(optimizer, **settings):
+    """A new optimizer with the same configuration but for these settings."""
+    return type(optimizer).from_config(optimizer.get_config() | settings)
+
+
+def experiment(tasks, candidates, order, claim):
+    """An `at_length.Experiment` at the budgets of choosing.py."""
+    return at_length.Experiment(
+        tasks, candidates, order, lambda task: (1.0, 3.0, 8.0), lambda task: 1e-6, claim
+    )
+
+
+def rows():
+    """DP-AdaFEST."""
+
+    def chosen(plain):
+        def make(run, threshold, noise_ratio, **values):
+            sparse = dp.optimizers.SparseEmbeddings(threshold, noise_ratio=noise_ratio)
+            return changed(plain.make(run, **values), sparse_embeddings=sparse)
+
+        space = {"threshold": (0.5, 4.0), "noise_ratio": (1.0, 8.0)}
+        return Candidate(f"{plain.name}, chosen rows", make, {**plain.space, **space})
+
+    whole = [get("DPSGD"), get("DPAdam, bias-corrected")]
+    some = [chosen(plain) for plain in whole]
+    return experiment(
+        {"ratings": choosing.ratings, "definitions": choosing.definitions},
+        [*whole, *some],
+        [(one.name, other.name) for one, other in zip(some, whole, strict=True)],
+        "With noise on chosen rows alone, no worse, at gradients of a tenth of the size or less.",
+    )
+
+
+def others():
+    """All but sparse embeddings."""
+
+    def variant(name, of, make_settings, **space):
+        """What `of` is, with the settings that `make_settings` makes of what is searched."""
+        plain = get(of)
+
+        def make(run, **values):
+            own = {key: values.pop(key) for key in space}
+            return changed(plain.make(run, **values), **make_settings(**own))
+
+        return Candidate(name, make, {**plain.space, **space})
+
+    def disk(kappa):
+        return {"gradient_filter": filters.DiSK(kappa, gamma=None)}
+
+    def sharpness_aware(radius):
+        return {"gradient_filter": filters.SharpnessAware(radius)}
+
+    def in_geometry(geometry):
+        return lambda clip_norm: {"geometry": geometry, "clip_norm": clip_norm}
+
+    def muon(run, learning_rate):
+        return dp.optimizers.DPOptimizer(
+            keras.optimizers.Muon(learning_rate),
+            clip_norm=run.clip_norm,
+            batch_size=run.batch_size,
+        )
+
+    momentum, _ = BASELINES
+    ada, geo = in_geometry(geometries.AdaClip()), in_geometry(geometries.GeoClip(8))
+    found = [
+        variant("DPSGD, DiSK", "DPSGD", disk, kappa=(0.1, 0.9)),
+        variant(f"{momentum}, sharpness-aware", momentum, sharpness_aware, radius=(0.01, 1.0)),
+        variant(f"{momentum}, around the mean", momentum, lambda: {"geometry": geometries.Mean()}),
+        variant(f"{momentum}, AdaClip", momentum, ada, clip_norm=LENGTHS),
+        variant("DPAdam, AdaClip", "DPAdam", ada, clip_norm=LENGTHS),
+        variant(f"{momentum}, GeoClip", momentum, geo, clip_norm=LENGTHS),
+        Candidate("DPOptimizer, Muon", muon, {"learning_rate": (1e-3, 0.1)}),
+    ]
+    return experiment(
+        {name: choosing.TASKS[name] for name in ("ratings", "clothes", "text")},
+        [*map(get, BASELINES), *found],
+        [(each.name, baseline) for each in found for baseline in BASELINES],
+        "Each is better than training without it.",
+    )
+
+
+EXPERIMENTS = {"rows": rows, "others": others}
+
+if __name__ == "__main__":
+    at_length.main(EXPERIMENTS, __doc__, "later")
