@@ -142,18 +142,6 @@ def test_the_budget_of_delayed_is_what_the_papers_noise_costs(made_up):
     np.testing.assert_allclose(sigma, 1.0, rtol=1e-3)
 
 
-def test_rows_are_chosen_by_the_same_rules(made_up):
-    run = dp.tuning.RunInfo(steps=8, batch_size=64, clip_norm=0.25)
-    experiment = at_length.rows()
-    made = [each.make(run, **each.middle()) for each in experiment.candidates]
-    assert [type(each).__name__ for each in made] == ["DPSGD"] * 2 + ["DPAdam"] * 2
-    for plain, chosen in (made[:2], made[2:]):
-        assert plain.sparse_embeddings is None and chosen.sparse_embeddings.threshold > 0
-        one, other = plain.get_config(), chosen.get_config()
-        differ = {name for name in one if one[name] != other[name]}
-        assert differ - {"name"} == {"sparse_embeddings"}
-
-
 def test_the_verdict_needs_two_standard_errors(tmp_path):
     rows = [
         {"candidate": name, "epsilon": 3.0, "score": score, "standard_error": 0.01, "values": {},

@@ -1,0 +1,87 @@
+"""What came after the five papers: each candidate differs from another in what its name says.
+
+`examples/papers/later.py` itself runs for hours.
+"""
+
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import dp_keras_opt as dp
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "papers")]
+
+import later  # noqa: E402
+
+RUN = dp.tuning.RunInfo(steps=8, batch_size=64, clip_norm=0.25)
+
+
+def made(experiment):
+    return {each.name: each.make(RUN, **each.middle()) for each in experiment.candidates}
+
+
+def differences(one, other):
+    one, other = one.get_config(), other.get_config()
+    return {name for name in one if one[name] != other[name]} - {"name", "learning_rate"}
+
+
+def test_rows_are_chosen_by_the_same_rules():
+    optimizers = made(later.rows())
+    for plain, chosen in (
+        ("DPSGD", "DPSGD, chosen rows"),
+        ("DPAdam, bias-corrected", "DPAdam, bias-corrected, chosen rows"),
+    ):
+        assert differences(optimizers[plain], optimizers[chosen]) == {"sparse_embeddings"}
+        assert optimizers[chosen].sparse_embeddings.threshold > 0
+
+
+def test_others_differ_in_what_their_name_says():
+    experiment = later.others()
+    optimizers, momentum = made(experiment), made(experiment)["DPSGD, momentum"]
+    differ = {
+        "DPSGD, momentum, sharpness-aware": {"gradient_filter"},
+        "DPSGD, momentum, around the mean": {"geometry"},
+        "DPSGD, momentum, AdaClip": {"geometry", "clip_norm"},
+        "DPSGD, momentum, GeoClip": {"geometry", "clip_norm"},
+        "DPSGD, DiSK": {"gradient_filter", "momentum"},
+    }
+    for name, expected in differ.items():
+        assert differences(momentum, optimizers[name]) == expected, name
+        assert optimizers[name].learning_rate == momentum.learning_rate or name == "DPSGD, DiSK"
+    assert optimizers["DPSGD, DiSK"].gradient_filter.gamma is None  # one pass
+    plain = dp.tuning.CANDIDATES["DPAdam"]
+    plain = plain.make(RUN, **plain.middle())
+    assert differences(plain, optimizers["DPAdam, AdaClip"]) == {"geometry", "clip_norm"}
+    named = {name for pair in experiment.order for name in pair}
+    assert named == set(optimizers) and set(later.BASELINES) < named
+
+
+@pytest.mark.parametrize("kind", ["rows", "others"])
+def test_a_comparison_of_them(kind, monkeypatch, tmp_path):
+    """On made-up data, two steps, through the command."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 9, (400, 3)).astype("int32"), rng.normal(size=(400, 2))
+
+    def build():
+        inputs = keras.Input((3,), dtype="int32")
+        rows = keras.layers.Embedding(9, 4)(inputs)
+        outputs = keras.layers.Dense(2)(keras.layers.GlobalAveragePooling1D()(rows))
+        return keras.Model(inputs, outputs)
+
+    def task():
+        part = (x, y.astype("float32"))
+        return dp.tuning.Task(build, part, part, "mse", batch_size=100, steps=2, test=part)
+
+    for name in ("ratings", "clothes", "text", "definitions"):
+        monkeypatch.setattr(later.choosing, name, task)
+        monkeypatch.setitem(later.choosing.TASKS, name, task)
+    arguments = [kind, "--quick", "--tasks", "ratings", "--epsilons", "3"]
+    monkeypatch.setattr(sys, "argv", ["later.py", *arguments, "--output", str(tmp_path)])
+    later.at_length.main(later.EXPERIMENTS, later.__doc__, "later")
+    table = (tmp_path / f"{kind}-quick.md").read_text(encoding="utf-8")
+    for candidate in later.EXPERIMENTS[kind]().candidates:
+        assert candidate.name in table
