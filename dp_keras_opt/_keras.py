@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.export.export_utils import get_input_signature
 from keras.src.layers.rnn.conv_lstm import ConvLSTMCell
 from keras.src.models.functional import Functional
@@ -66,6 +67,8 @@ class Private(NamedTuple):
 
 #: What is imported from `keras.src`.
 FUNCTIONS = (
+    Private("backend.common.stateless_scope", "get_stateless_scope", "3.0",
+            "to know whether something stands for a variable's value"),
     Private("layers.rnn.conv_lstm", "ConvLSTMCell", "3.0", "to know the cell of these layers"),
     Private("models.functional", "Functional", "3.0",
             "to be its subclass, so that a private functional model is saved and loaded as one"),
@@ -105,6 +108,8 @@ ATTRIBUTES = (
     Private("Layer", "_trainable", "3.0", "to leave it out where models are compared"),
     Private("Layer", "_tracker", "3.0", "to exchange a part of a layer that is built"),
     Private("Variable", "_value", "3.0", "the resource of TensorFlow behind a variable"),
+    Private("StatelessScope", "add_update", "3.0",
+            "overridden: what is assigned in a scope goes to its variable"),
     Private("Model", "_assert_compile_called", "3.0", "to say the same as Keras before compile"),
     Private("Model", "_compile_loss", "3.0", "the loss that compile made, to take it per example"),
     Private("Model", "_compile_metrics", "3.0", "its metrics, to leave padding out of them"),
@@ -256,6 +261,12 @@ def patched(layer: keras.layers.Layer, name: str, value: Any) -> Iterator[None]:
 def variable_itself(variable: keras.Variable) -> Any:
     """The `tf.Variable` of a Keras variable, whatever stands for its value in a scope."""
     return variable._value
+
+
+def value_in_scope(variable: keras.Variable) -> Any:
+    """What stands for a variable's value in the `keras.StatelessScope` around; None if nothing."""
+    scope = get_stateless_scope()
+    return None if scope is None else scope.get_current_value(variable)
 
 
 def is_rematerialized(layer: keras.layers.Layer) -> bool:

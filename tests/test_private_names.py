@@ -36,6 +36,7 @@ def owners():
         "CompileLoss": model._compile_loss,
         "CompileMetrics": model._compile_metrics,
         "Variable": model.trainable_variables[0],
+        "StatelessScope": keras.StatelessScope(),
         "tensor": embedded,
         "TFEpochIterator": TFEpochIterator(x=batches, distribute_strategy=strategy),
     }

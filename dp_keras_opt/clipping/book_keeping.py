@@ -98,7 +98,7 @@ def gradients_for(queries, model, batch, per_example_loss, engines, loss_scale=1
     points, passes = {id(point): point for point in every}, {}
     for number in sorted(points, key=lambda number: points[number].offset is None):
         point, is_last = points[number], len(passes) == len(points) - 1
-        by_row = row_reads.read_by_row(model, queries)
+        by_row = row_reads.read_by_row(model, queries, engines.ruled)
         with by_row, _weights_at(point, model, is_last) as moved:
             passes[number] = _pass(
                 model, batch, per_example_loss, engines, loss_scale, point.coefficient, moved

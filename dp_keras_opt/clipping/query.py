@@ -26,7 +26,7 @@ class Tables(NamedTuple):
     """Tables, such as those of embeddings, of which a sum has only the rows that are looked up.
 
     Attributes:
-        trained: by the index of each among the trainable variables: None, or a boolean tensor (V,)
+        trained: by the index of each among the trainable variables: None, or a boolean array (V,)
             of which rows are trained; what an example adds to others is dropped before the clip.
         contribution_norm: C₁, the bound on what an example counts, in L2 over the rows of all
             tables together; None where rows are not counted.

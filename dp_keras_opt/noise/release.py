@@ -177,10 +177,10 @@ def _mean_of_rows(part, query, total, batch_size, alpha, source, index):
         whole = [place for place in range(len(values)) if place not in chosen]
         shapes = [values[place].shape for place in whole]
         drawn = part.mechanism.unit_noise(shapes, source, (index, 0))
-        noise = dict(zip(whole, drawn, strict=True))
+        for place, draw in zip(whole, drawn, strict=True):
+            noise[place] = draw
         for table in chosen:
             noise[table] = _unit_rows(part, source, index, values[table])
-        noise = [noise[place] for place in range(len(values))]
     noisy = _noisy(values, on_sum, noise, batch_size)
     for table, rows in chosen.items():
         noisy[table] = tf.IndexedSlices(noisy[table], rows, total[table].dense_shape)
@@ -191,7 +191,7 @@ def _chosen_rows(part, query, total, counts, on_counts, source, index):
     """The rows of each table that are released, ascending."""
     trained = query.tables.trained
     if counts is None:
-        return {table: tf.where(rows)[:, 0] for table, rows in trained.items()}
+        return {table: tf.where(given)[:, 0] for table, given in trained.items()}
     if part.multiplier:
         bound = query.tables.contribution_norm
         (noise,) = part.mechanism.unit_noise([counts.shape], source, (index, 1))
@@ -200,11 +200,10 @@ def _chosen_rows(part, query, total, counts, on_counts, source, index):
     else:
         reached = counts > 0
     sizes = [total[table].dense_shape[0] for table in trained]
-    parts = zip(trained.items(), tf.split(reached, sizes), strict=True)
-    return {
-        table: tf.where(part if rows is None else part & rows)[:, 0]
-        for (table, rows), part in parts
-    }
+    chosen = {}
+    for (table, given), of_table in zip(trained.items(), tf.split(reached, sizes), strict=True):
+        chosen[table] = tf.where(of_table if given is None else of_table & given)[:, 0]
+    return chosen
 
 
 def _rows_at(total, rows):

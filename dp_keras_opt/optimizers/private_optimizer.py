@@ -432,7 +432,9 @@ class PrivateOptimizer(UpdatesOnce):
             "gradient_filter": "it filters gradients of equal steps, and each row has its own",
             "projection": "its subspaces are of whole tables",
             "geometry": "it is learned from whole gradients",
-            "weight_decay": "it moves all rows of a table in each step",
+            "weight_decay": "it moves all rows of a table in each step"
+            if self.weight_decay
+            else None,
         }
         for name, reason in reasons.items():
             value = getattr(self, name)

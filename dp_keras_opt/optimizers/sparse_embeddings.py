@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -56,7 +56,8 @@ class SparseEmbeddings(Serializable):
             they cost what `noise_multiplier` z says: σ₁ = z√(1 + ratio²), σ₂ = z√(1 + ratio⁻²). At
             5, the gradients have 2% more noise than without a choice.
         layers: None, or the names of the layers whose tables these are; by default all variables of
-            two axes that are called "embeddings".
+            two axes that are called "embeddings". Name the large ones: a small table of which
+            each example has many rows, as of positions, makes it count less in all others.
         rows: None, or {name of a layer: ids of rows}, the only ones that are trained. They must be
             public or *released*: whoever takes the rows that occur in private data, or the most
             frequent ones without noise, publishes that outside of the ledger.
@@ -126,7 +127,7 @@ class SparseEmbeddings(Serializable):
         return Tables(trained, None if self.threshold is None else self.contribution_norm)
 
     def _trained(self, layer, variable):
-        """Which rows are trained, boolean (V,); None for all."""
+        """Which rows are trained, a boolean array (V,), which no graph owns; None for all."""
         if self.rows is None:
             return None
         if layer not in self.rows:
@@ -140,7 +141,7 @@ class SparseEmbeddings(Serializable):
             )
         trained = np.zeros(variable.shape[0], bool)
         trained[ids] = True
-        return tf.constant(trained)
+        return trained
 
     def get_config(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -156,7 +157,8 @@ def _ids(layer, ids):
 class ByRow:
     """The tables of an optimizer with what it remembers of them, of which a step moves some rows.
 
-    Within `of` the optimizer's rule sees these rows alone, and what it assigns goes to them.
+    Within `of` the optimizer's rule sees these rows alone of what it remembers, and what it assigns
+    goes to them.
 
     Args:
         tables: by their index among the trainable variables.
@@ -171,8 +173,10 @@ class ByRow:
         steps: Mapping[int, keras.Variable],
     ) -> None:
         self.tables, self.slots, self.steps = tables, slots, steps
+        every = ((index, v) for index, table in tables.items() for v in (table, *slots[index]))
+        self._places = {id(variable_itself(v)): (index, v) for index, v in every}
         self._rows: dict[int, Any] = {}
-        self._scope: Any = None
+        self._scope: _RowScope | None = None
 
     def take(self, released: Released) -> Released:
         """The release with the rows of tables as plain tensors; until `finish`, these are moved."""
@@ -193,43 +197,47 @@ class ByRow:
         """How many steps the moments of each chosen row hold after this one, (rows, 1)."""
         return variable_itself(self.steps[index]).sparse_read(self._rows[index]) + 1
 
-    def holds(self, variable: Any) -> bool:
-        """Whether rows of it are moved now: it is such a table, or remembers something of one."""
-        return self._scope is not None and self._index(variable) is not None
-
-    def _index(self, variable):
-        for index, table in self.tables.items():
-            if any(_is(variable, each) for each in (table, *self.slots[index])):
-                return index
-        return None
-
     @contextlib.contextmanager
     def of(self):
         """The scope in which what is remembered of tables has the chosen rows only."""
-        with keras.StatelessScope() as scope:
+        with _RowScope() as self._scope:
             for index, rows in self._rows.items():
                 for slot in self.slots[index]:
-                    scope.add_update((slot, variable_itself(slot).sparse_read(rows)))
-            self._scope = scope
+                    self._scope.stand_in(slot, variable_itself(slot).sparse_read(rows))
             try:
                 yield
             finally:
                 self._scope = None
 
-    def assign(self, variable: Any, function: Any) -> None:
+    def holds(self, variable: Any) -> bool:
+        """Whether rows of it are moved now: it is such a table, or remembers something of one.
+
+        Args:
+            variable: one of Keras, or its `tf.Variable`.
+        """
+        return self._scope is not None and _id(variable) in self._places
+
+    def assign(self, variable: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> None:
         """Assigns `function` of what the chosen rows were to them."""
-        index = self._index(variable)
-        rows = self._rows[index]
-        for slot in self.slots[index]:
-            if _is(variable, slot):
-                value = function(self._scope.get_current_value(slot))
-                self._scope.add_update((slot, value))
-                variable_itself(slot).scatter_update(tf.IndexedSlices(value, rows))
-                return
-        table = variable_itself(self.tables[index])
-        table.scatter_update(tf.IndexedSlices(function(table.sparse_read(rows)), rows))
+        index, found = self._places[_id(variable)]
+        rows, itself = self._rows[index], variable_itself(found)
+        old = self._scope.get_current_value(found)
+        new = function(itself.sparse_read(rows) if old is None else old)
+        if old is not None:
+            self._scope.stand_in(found, new)
+        itself.scatter_update(tf.IndexedSlices(new, rows))
 
 
-def _is(variable, of_keras):
-    """Whether a variable is this one of Keras, or the `tf.Variable` in it."""
-    return variable is of_keras or variable is variable_itself(of_keras)
+class _RowScope(keras.StatelessScope):
+    """Rows stand for some variables; what is assigned to any other goes to it as ever."""
+
+    def stand_in(self, variable, rows):
+        super().add_update((variable, rows))
+
+    def add_update(self, update):
+        variable, value = update
+        variable_itself(variable).assign(value)
+
+
+def _id(variable):
+    return id(variable_itself(variable) if isinstance(variable, keras.Variable) else variable)

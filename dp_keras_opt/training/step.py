@@ -145,7 +145,8 @@ def check_before_tracing(model, state, specs, *, fitting):
 
     Variables that are made while it is traced have it traced a second time.
     """
-    if state.engines or (specs is None and state.given is None):
+    known = state.engines and model.optimizer.built
+    if known or (specs is None and state.given is None):
         return
     data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)
     parts = [as_batch(block, convert=spec) for block in blocks_of(data)]

@@ -293,6 +293,125 @@ def test_an_average_is_of_all_steps():
     np.testing.assert_allclose(averages, np.mean(weights[1:], axis=0), rtol=1e-5, atol=1e-6)
 
 
+class Sub(keras.layers.Embedding):
+    """Without a rule of its own: served one example at a time."""
+
+
+class Scaled(keras.layers.Layer):
+    """An embedding inside of a layer with weights of its own, which has no rule."""
+
+    def __init__(self, table=None):
+        super().__init__()
+        self.table = table or keras.layers.Embedding(50, 4, name="words")
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(4,), initializer="ones", name="scale")
+
+    def call(self, inputs):
+        return self.table(inputs) * self.scale
+
+
+def of_two_uses(inputs):
+    table = keras.layers.Embedding(50, 4, name="words")
+    return table(inputs) + Scaled(table)(inputs)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "rows",
+    [lambda x: Sub(50, 4, name="words")(x), lambda x: Scaled()(x), of_two_uses],
+    ids=["subclass", "inside of a layer", "also used directly"],
+)
+def test_a_table_without_a_rule_is_refused_and_never_forgotten(rows):
+    """Its gradients are of whole tables; read by row they would seem to be none."""
+    inputs = keras.Input((T,), dtype="int32")
+    outputs = keras.layers.Dense(2)(keras.layers.GlobalAveragePooling1D()(rows(inputs)))
+    model, (x, y) = dp.DPModel(inputs, outputs), text()
+    model.compile(dp.optimizers.DPSGD(0.5, sparse_embeddings=SparseEmbeddings(), **PRIVATE), "mse")
+    model.sampling = dp.accounting.Sampling.full(40)
+    with pytest.raises(ValueError, match="is not only looked up in"):
+        model.train_on_batch(x, y)
+
+
+class WithBranch(dp.DPModel):
+    """A subclass with an embedding that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = keras.layers.Embedding(50, 4, name="words")
+        self.unused = keras.layers.Embedding(50, 4, name="unused")
+        self.out = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.out(keras.ops.mean(self.words(inputs), axis=1))
+
+
+def test_an_embedding_that_is_never_called():
+    model, (x, y) = WithBranch(), text()
+    optimizer = dp.optimizers.DPSGD(0.5, sparse_embeddings=SparseEmbeddings(0.5), **PRIVATE)
+    model.compile(optimizer, "mse")
+    model.sampling = dp.accounting.Sampling.full(40)
+    model.train_on_batch(x, y)
+    start = model.words.get_weights()[0]
+    model.train_on_batch(x, y)
+    assert np.any(model.words.get_weights()[0] != start)
+
+
+@pytest.mark.parametrize("how", ["train_on_batch", "fit"])
+def test_rows_that_are_given_to_a_model_that_trained_before(how):
+    """Its engines are known; the optimizer is built all the same before a step is traced."""
+    model, (x, y) = build(), text()
+    given = SparseEmbeddings(1.0, rows={"words": [1, 2, 3]})
+    for sparse in (None, given, given):
+        model.compile(dp.optimizers.DPSGD(0.5, sparse_embeddings=sparse, **PRIVATE), "mse")
+        model.sampling = dp.accounting.Sampling.full(40)
+        if how == "fit":
+            model.fit(dp.data.poisson_batches((x, y), 40, 2), verbose=0)
+        else:
+            model.train_on_batch(x, y)
+    assert model.ledger.steps == (6 if how == "fit" else 3)
+
+
+class Counting(dp.optimizers.DPSGD):
+    """A user's own rule, with state that it assigns by itself."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seen = self.add_variable((), dtype="float32", name="seen")
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.seen.assign_add(1.0)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_state_of_a_rule_of_ones_own():
+    model, (x, y) = compiled(Counting(0.5, sparse_embeddings=SparseEmbeddings(), **PRIVATE)), text()
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    assert float(model.optimizer.seen) == 3 * len(model.trainable_variables)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float32"])
+def test_ids_are_those_of_keras(dtype):
+    """From the end where they are negative; of 64 bits, none is taken for another."""
+    inputs = keras.Input((T,), dtype=dtype)
+    wide = dp.DPModel(inputs, keras.layers.Flatten()(keras.layers.Embedding(50, 4)(inputs)))
+    query = dp.clipping.Query(clip_norm=0.1, tables=dp.clipping.Tables({0: None}))
+    x = np.array([[3, -1, 0, 49, -50]]).astype(dtype)
+    y = np.zeros((1, T * 4), "float32")
+
+    def losses(y, y_pred, weight=None):
+        return tf.reduce_mean(tf.square(y - y_pred), axis=1)
+
+    found = dp.clipping.clipped_sums(wide, (x, y), [query], per_example_loss=losses)
+    np.testing.assert_allclose(found.y_pred, wide(x), rtol=1e-6)
+    assert sorted(found.sums[0][0].indices.numpy()) == [0, 3, 49]
+    if dtype == "int64":
+        x[0, 0] += 2**32
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            dp.clipping.clipped_sums(wide, (x, y), [query], per_example_loss=losses)
+
+
 def test_tables_of_one_name():
     """Those of two models in one, say."""
     inputs, towers = keras.Input((T,), dtype="int32"), []
@@ -391,6 +510,11 @@ def test_arguments_out_of_range(arguments, named):
         ("DPAdam", {"weight_decay": 0.1}, "weight_decay=0.1"),
         ("DPAdam", {"second_moment": "scale_then_privatize"}, "second_moment=ScaleThenPrivatize"),
         ("DPAdam", {"second_moment": "independent"}, "second_moment=Independent"),
+        ("DPAdam", {"second_moment": "side_information"}, "second_moment=SideInformation"),
+        ("DPAdam", {"second_moment": "noiseless"}, "second_moment=Noiseless"),
+        ("DPAdam", {"second_moment": dp.optimizers.moments.Joint(1.0)}, "second_moment=Joint"),
+        ("AdaDPS", {}, "second_moment=SideInformation"),
+        ("DPGaLore", {"rank": 2}, "projection=GaLore"),
         ("DPSGD", {"sparse_embeddings": 3.0}, "must be None or a SparseEmbeddings"),
     ],
 )
@@ -398,6 +522,13 @@ def test_what_needs_whole_tables_is_refused(cls, arguments, named):
     arguments = PRIVATE | {"sparse_embeddings": SparseEmbeddings()} | arguments
     with pytest.raises(ValueError, match=named):
         getattr(dp.optimizers, cls)(**arguments)
+
+
+def test_no_weight_decay_may_be_a_number():
+    optimizer = dp.optimizers.DPSGD(
+        sparse_embeddings=SparseEmbeddings(), weight_decay=0.0, **PRIVATE
+    )
+    assert optimizer.weight_decay == 0.0
 
 
 def test_keras_optimizers_are_refused():

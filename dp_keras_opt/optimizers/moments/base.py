@@ -113,7 +113,7 @@ class SecondMoment:
 
     def check_sparse_embeddings(self) -> None:
         """Refuses tables of which few rows are released, unless one mean is all that is asked."""
-        if self.scaled or not self.takes_geometry:
+        if self.scaled or self.needs_public or not self.takes_geometry:
             raise ValueError(
                 f"sparse_embeddings and second_moment={type(self).__name__} cannot be joined: the "
                 "source needs whole tables in each step. Use 'post_processing' or "
