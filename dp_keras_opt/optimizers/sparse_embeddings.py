@@ -176,7 +176,7 @@ class ByRow:
         every = ((index, v) for index, table in tables.items() for v in (table, *slots[index]))
         self._places = {id(variable_itself(v)): (index, v) for index, v in every}
         self._rows: dict[int, Any] = {}
-        self._scope: _RowScope | None = None
+        self._scope: Any = None
 
     def take(self, released: Released) -> Released:
         """The release with the rows of tables as plain tensors; until `finish`, these are moved."""
