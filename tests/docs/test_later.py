@@ -3,7 +3,9 @@
 `examples/papers/later.py` itself runs for hours.
 """
 
+import math
 import pathlib
+import re
 import sys
 
 import keras
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
+from tests.docs.test_choosing import scores
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "papers")]
@@ -85,3 +88,43 @@ def test_a_comparison_of_them(kind, monkeypatch, tmp_path):
     table = (tmp_path / f"{kind}-quick.md").read_text(encoding="utf-8")
     for candidate in later.EXPERIMENTS[kind]().candidates:
         assert candidate.name in table
+
+
+# The tables of the pages.
+
+DOCS = EXAMPLES.parent / "docs"
+#: Where the runs are, and the page that shows them.
+TABLES = [
+    (path, path.parent.with_suffix(".md"))
+    for folder in ("how_to/sparse_embeddings", "explanation/geometries")
+    for path in sorted((DOCS / folder).glob("*.csv"))
+]
+HIGHER_IS_BETTER = ("rows-definitions",)
+
+
+@pytest.mark.parametrize(("path", "page"), TABLES, ids=lambda path: path.stem)
+def test_the_tables_are_those_of_the_results(path, page):
+    """Means of three and their errors; bold is what cannot be told apart from the best."""
+    runs = scores(path)
+    means = {key: (np.mean(v), np.std(v, ddof=1) / math.sqrt(3)) for key, v in runs.items()}
+    text = page.read_text(encoding="utf-8")
+    table = re.search(rf"^<!-- {path.stem} -->\n\n(.*?)\n\n", text, re.M | re.S)[1].splitlines()
+    epsilons = [float(e) for e in re.findall(r"ε = (\d+)", table[0])]
+    cells = {}
+    for line in table[2:]:
+        name, *values = (cell.strip() for cell in line.strip("|").split("|"))
+        cells |= {(name, e): value for e, value in zip(epsilons, values, strict=True)}
+    assert set(cells) == set(means) and all(len(v) == 3 for v in runs.values())
+    best = max if path.stem in HIGHER_IS_BETTER else min
+    for (name, epsilon), (mean, error) in means.items():
+        first, of_first = best(value for (_, e), value in means.items() if e == epsilon)
+        is_near = abs(mean - first) <= 2 * math.hypot(error, of_first)
+        shown = f"{mean:.4f} ± {error:.4f}"
+        assert cells[name, epsilon] == (f"**{shown}**" if is_near else shown), (name, epsilon)
+
+
+def test_there_are_tables():
+    assert {path.stem for path, _ in TABLES} == {
+        "rows-ratings",
+        "rows-definitions",
+    }
