@@ -127,4 +127,5 @@ def test_there_are_tables():
     assert {path.stem for path, _ in TABLES} == {
         "rows-ratings",
         "rows-definitions",
+        "others-ratings",
     }
