@@ -1,19 +1,16 @@
 """The page on choosing says what the results beside it say, and the experiment runs."""
 
-import collections
-import csv
 import dataclasses
 import json
-import math
 import pathlib
-import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from tests.helpers.examples import imported
+from tests.helpers.examples import imported, rows_of
+from tests.helpers.page_tables import cells, level_with_the_best, mean_and_error, scores
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how_to" / "choosing.md").read_text(encoding="utf-8")
@@ -21,32 +18,15 @@ FOLDER = ROOT / "docs" / "how_to" / "choosing"
 SCREENED, TUNED = (sorted(FOLDER.glob(f"{part}-*.csv")) for part in ("results", "tuned"))
 
 
-def scores(path):
-    """(candidate, ε) -> scores of the runs that judge it."""
-    found = collections.defaultdict(list)
-    with open(path, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["part"] == "test":
-                found[row["candidate"], float(row["epsilon"])].append(float(row["score"]))
-    return found
-
-
 @pytest.mark.parametrize("path", [*SCREENED, *TUNED], ids=lambda path: path.stem)
 def test_the_tables_are_those_of_the_results(path):
     task = path.stem.removeprefix("results-")
-    section = re.search(rf"^<!-- {task} -->\n\n(.*?)\n\n", PAGE, re.M | re.S).group(1)
-    header, _, *lines = section.splitlines()
-    epsilons = [float(e) for e in re.findall(r"ε = (\d+)", header)]
+    shown = {key: cell.strip("*") for key, cell in cells(PAGE, task).items()}
     expected = scores(path)
-    cells = {}
-    for line in lines:
-        name, *values = (cell.strip() for cell in line.strip("|").split("|"))
-        values = [value.strip("*") for value in values]  # bold
-        cells |= {(name, e): v for e, v in zip(epsilons, values, strict=True) if v}
-    assert set(cells) == set(expected)
+    assert set(shown) == set(expected)
     for key, values in expected.items():
-        error = np.std(values, ddof=1) / math.sqrt(len(values))
-        assert cells[key] == f"{np.mean(values):.4f} ± {error:.4f}", key
+        mean, error = mean_and_error(values)
+        assert shown[key] == f"{mean:.4f} ± {error:.4f}", key
 
 
 def test_there_are_four_kinds_of_task():
@@ -55,26 +35,23 @@ def test_there_are_four_kinds_of_task():
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_each_is_tuned_at_each_epsilon_and_the_best_are_bold(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    means, lower = {}, path.stem not in ("tuned-clothes", "tuned-incomes")
+    rows, means = rows_of(path), {}
+    best_of = max if path.stem in ("tuned-clothes", "tuned-incomes") else min
     for key, values in scores(path).items():
         tried = [r for r in rows if (r["candidate"], float(r["epsilon"])) == key]
         tried = [r for r in tried if r["part"] == "validation"]
         hyperparameters = len(json.loads(tried[0]["values"]))
         assert len(tried) >= 8 * hyperparameters and len(values) == 3, key
-        best = (min if lower else max)(tried, key=lambda r: float(r["score"]))
+        best = best_of(tried, key=lambda r: float(r["score"]))
         judged = {r["values"] for r in rows if r["part"] == "test"
                   and (r["candidate"], float(r["epsilon"])) == key}  # fmt: skip
         assert judged == {best["values"]}, key
-        means[key] = np.mean(values), np.std(values, ddof=1) / math.sqrt(3)
-    table = re.search(rf"^<!-- {path.stem} -->\n\n(.*?)\n\n", PAGE, re.M | re.S).group(1)
-    for place, epsilon in enumerate((1.0, 3.0, 8.0), start=1):
-        column = {name: value for (name, e), value in means.items() if e == epsilon}
-        first, error = (min if lower else max)(column.values())
-        near = {n for n, (m, s) in column.items() if abs(m - first) <= 2 * math.hypot(s, error)}
-        cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-        assert {line[0] for line in cells if line[place].startswith("**")} == near, epsilon
+        means[key] = mean_and_error(values)
+    shown = cells(PAGE, path.stem)
+    for epsilon in (1.0, 3.0, 8.0):
+        column = {key: value for key, value in means.items() if key[1] == epsilon}
+        bold = {k for k, cell in shown.items() if k[1] == epsilon and cell.startswith("**")}
+        assert bold == level_with_the_best(column, best_of), epsilon
 
 
 def test_the_experiment_runs(tmp_path):

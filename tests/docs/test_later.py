@@ -3,9 +3,7 @@
 `examples/papers/later.py` itself runs for hours.
 """
 
-import math
 import pathlib
-import re
 import sys
 
 import keras
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
-from tests.docs.test_choosing import scores
+from tests.helpers.page_tables import cells, level_with_the_best, mean_and_error, scores
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "papers")]
@@ -106,21 +104,16 @@ HIGHER_IS_BETTER = ("rows-definitions", "others-clothes")
 def test_the_tables_are_those_of_the_results(path, page):
     """Means of three and their errors; bold is what cannot be told apart from the best."""
     runs = scores(path)
-    means = {key: (np.mean(v), np.std(v, ddof=1) / math.sqrt(3)) for key, v in runs.items()}
-    text = page.read_text(encoding="utf-8")
-    table = re.search(rf"^<!-- {path.stem} -->\n\n(.*?)\n\n", text, re.M | re.S)[1].splitlines()
-    epsilons = [float(e) for e in re.findall(r"ε = (\d+)", table[0])]
-    cells = {}
-    for line in table[2:]:
-        name, *values = (cell.strip() for cell in line.strip("|").split("|"))
-        cells |= {(name, e): value for e, value in zip(epsilons, values, strict=True)}
-    assert set(cells) == set(means) and all(len(v) == 3 for v in runs.values())
+    means = {key: mean_and_error(values) for key, values in runs.items()}
+    shown = cells(page.read_text(encoding="utf-8"), path.stem)
+    assert set(shown) == set(means) and all(len(v) == 3 for v in runs.values())
     best = max if path.stem in HIGHER_IS_BETTER else min
-    for (name, epsilon), (mean, error) in means.items():
-        first, of_first = best(value for (_, e), value in means.items() if e == epsilon)
-        is_near = abs(mean - first) <= 2 * math.hypot(error, of_first)
-        shown = f"{mean:.4f} ± {error:.4f}"
-        assert cells[name, epsilon] == (f"**{shown}**" if is_near else shown), (name, epsilon)
+    for epsilon in {e for _, e in means}:
+        column = {key: value for key, value in means.items() if key[1] == epsilon}
+        level = level_with_the_best(column, best)
+        for key, (mean, error) in column.items():
+            cell = f"{mean:.4f} ± {error:.4f}"
+            assert shown[key] == (f"**{cell}**" if key in level else cell), key
 
 
 def test_there_are_tables():

@@ -1,0 +1,50 @@
+"""Tables of a page, and the runs of `tuning.compare` that they show."""
+
+import collections
+import math
+import re
+
+import numpy as np
+
+from tests.helpers.examples import rows_of
+
+
+def scores(path):
+    """(candidate, ε) -> scores of the runs that judge it."""
+    found = collections.defaultdict(list)
+    for row in rows_of(path):
+        if row["part"] == "test":
+            found[row["candidate"], float(row["epsilon"])].append(float(row["score"]))
+    return found
+
+
+def mean_and_error(values):
+    """Their mean and its standard error."""
+    return np.mean(values), np.std(values, ddof=1) / math.sqrt(len(values))
+
+
+def cells(page, name):
+    """(candidate, ε) -> what the table after the comment with this name shows, unless nothing."""
+    table = re.search(rf"^<!-- {name} -->\n\n(.*?)\n\n", page, re.M | re.S).group(1)
+    header, _, *lines = table.splitlines()
+    epsilons = [float(e) for e in re.findall(r"ε = (\d+)", header)]
+    found = {}
+    for line in lines:
+        candidate, *values = (cell.strip() for cell in line.strip("|").split("|"))
+        found |= {(candidate, e): v for e, v in zip(epsilons, values, strict=True) if v}
+    return found
+
+
+def level_with_the_best(means, best):
+    """The keys of what is within two standard errors (of the difference) of the best.
+
+    Args:
+        means: dict of (mean, standard error).
+        best: `min` or `max`.
+    """
+    first, of_first = best(means.values())
+    return {
+        k
+        for k, (mean, error) in means.items()
+        if abs(mean - first) <= 2 * math.hypot(error, of_first)
+    }
