@@ -146,6 +146,14 @@ class Mixed(Factor):
             return total
         return total + self.rest * self.inner_factor.weighted_sum(weights)
 
+    def inner(self, direction):
+        axes = len(self.shape)
+        along = in_full(lambda u, d: tf.tensordot(u, d, axes), self.directions, direction)
+        total = in_full(tf.linalg.matvec, self.moved, along)
+        if self.inner_factor is None:
+            return total
+        return total + self.rest * self.inner_factor.inner(direction)
+
     def mapped(self, function):
         inner = self.inner_factor and self.inner_factor.mapped(function)
         products = None if self.products is None else function(self.products)

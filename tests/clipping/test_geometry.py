@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Batch, Query, clip_fraction, clipped_sums, per_example_norms
 from dp_keras_opt.clipping.engines import Engines, engines_for
-from dp_keras_opt.clipping.geometry import Kronecker, LowRank
+from dp_keras_opt.clipping.factors import OuterProducts
+from dp_keras_opt.clipping.geometry import Kronecker, LowRank, Mixed
 from dp_keras_opt.noise.released import Released
 from tests.clipping import test_clipped_sums as models
 from tests.clipping.test_points import MODELS, setup
@@ -117,6 +118,24 @@ def test_in_a_scale_and_around_a_centre():
     query = Query([tf.constant(s) for s in scale], 0.1, centre=[tf.constant(a) for a in centre])
     sums = clipped_sums(model, (x, y), [query]).sums
     assert_close(sums[0], clip_and_sum(left, 0.1, scale=scale), rtol=1e-3)
+
+
+def test_nothing_is_as_large_as_the_batch_times_the_weights(monkeypatch):
+    model, x, y, *_ = setup(models.dense)
+    shapes = [tuple(v.shape) for v in model.trainable_variables]
+    rng = np.random.default_rng(6)
+    centre = [tf.constant(rng.normal(size=shape), tf.float32) for shape in shapes]
+    made = []
+    for factor in (Mixed, OuterProducts):
+        whole = factor.materialize
+        monkeypatch.setattr(
+            factor, "materialize", lambda self, of=whole: made.append(self.shape) or of(self)
+        )
+    for geometry in (None, kronecker(shapes, rng), low_rank(shapes, rng)):
+        clipped_sums(model, (x, y), [Query(geometry=geometry, centre=centre, clip_norm=0.2)])
+    assert not [shape for shape in made if len(shape) > 1]
+    clipped_sums(model, (x, y), [Query(centre=centre, norm="l1", clip_norm=0.2)])
+    assert made
 
 
 def test_in_a_compiled_step():
