@@ -37,7 +37,7 @@ def private_step(workload, variant, batch_size):
     import dp_keras_opt as dp
 
     model = dp.DPModel(*inputs_and_outputs(keras, workload, WORKLOADS[workload]))
-    compiled(model, optimizer(variant, batch_size, []))
+    compiled(model, optimizer(variant, batch_size, [], WORKLOADS[workload]))
     model.sampling = dp.accounting.Sampling.full(batch_size)
     return lowered(model, WORKLOADS[workload].batch(batch_size))
 

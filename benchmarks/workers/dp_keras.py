@@ -11,13 +11,26 @@ from workers.tensorflow_devices import peak_megabytes, strategy
 
 MOST_STEPS = 2000
 
+#: What came after the five papers, by the option that adds it to an optimizer.
+LATER = {
+    "disk": lambda spec: {"gradient_filter": dp.filters.DiSK(gamma=None)},
+    "disk2": lambda spec: {"gradient_filter": dp.filters.DiSK()},
+    "momenta": lambda spec: {"gradient_filter": dp.filters.PerExampleMomentum(2)},
+    "sharpness": lambda spec: {"gradient_filter": dp.filters.SharpnessAware(0.1)},
+    "mean": lambda spec: {"geometry": dp.geometries.Mean()},
+    "adaclip": lambda spec: {"geometry": dp.geometries.AdaClip()},
+    "geoclip": lambda spec: {"geometry": dp.geometries.GeoClip(8)},
+    "kronecker": lambda spec: {"geometry": dp.geometries.KroneckerFactored(spec.batch(64))},
+}
+
 
 def prepare(workload, variant, batch_size, device):
     """See `protocol.serve`.
 
     Variants: "dpsgd", "dp2rmsprop", "galore", the second moments of DPAdam; after them "+xla" to
     compile the step on the CPU too, "+pieces" for physical batches of 256, "+bands16" for noise of
-    16 bands, "+secure" for secure noise, "+two" for two devices, or "+" and the name of a filter.
+    16 bands, "+secure" for secure noise, "+two" for two devices, or "+" and the name of a filter or
+    one of `LATER`; and "muon", which takes no such option.
     """
     variant, *options = variant.split("+")
     spec = WORKLOADS[workload]
@@ -25,7 +38,7 @@ def prepare(workload, variant, batch_size, device):
     with strategy(device, 2 if "two" in options else 1).scope():
         model = dp.DPModel(*inputs_and_outputs(keras, workload, spec))
         model.compile(
-            optimizer(variant, batch_size, options),
+            optimizer(variant, batch_size, options, spec),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             jit_compile="xla" in options or by_xla,
             physical_batch_size=256 if "pieces" in options else None,
@@ -38,13 +51,17 @@ def prepare(workload, variant, batch_size, device):
     return fit_steps(keras, model, data), model.count_params(), optimizer_megabytes(model)
 
 
-def optimizer(variant, batch_size, options):
+def optimizer(variant, batch_size, options, spec):
     """The optimizer of a variant, with clip norm 1 and noise multiplier 1."""
     common = {"clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": batch_size}
     common["secure_noise"] = "secure" in options
     if "bands16" in options:
         common["noise"] = dp.noise.BandedMatrix(MOST_STEPS, 16)
-    common["gradient_filter"] = next((o for o in options if o in dp.filters.PRESETS), None)
+    for option in options:
+        if option in dp.filters.PRESETS:
+            common["gradient_filter"] = option
+        elif option in LATER:
+            common |= LATER[option](spec)
     if variant == "dpsgd":
         return dp.optimizers.DPSGD(0.01, **common)
     if variant == "dp2rmsprop":  # one step of its SGD phase, then adaptive ones only
@@ -53,6 +70,8 @@ def optimizer(variant, batch_size, options):
         )
     if variant == "galore":  # beyond its first step, which finds the subspace
         return dp.optimizers.DPGaLore(0.001, rank=32, update_gap=10**6, epsilon=1e-3, **common)
+    if variant == "muon":
+        return dp.optimizers.DPOptimizer(keras.optimizers.Muon(0.001), **common)
     return dp.optimizers.DPAdam(0.001, epsilon=1e-3, second_moment=variant, **common)
 
 

@@ -113,7 +113,7 @@ def test_times_the_routes_of_the_draw(tmp_path):
     assert all(float(row["1,000 draws"]) >= 0 for row in others)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "networks", "small_batches"])
+@pytest.mark.parametrize("name", ["gpt2", "later", "networks", "small_batches"])
 def test_the_tables_of_steps_are_those_of_the_results(name, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     measurements = importlib.import_module("measurements")
