@@ -126,6 +126,29 @@ def fixed_order(n):
     return Sampling.fixed_order(n, -(-n // 2), "zero_out"), 4, batches
 
 
+# Models: what is put into `DPModel`.
+
+
+def table(n):
+    inputs = keras.Input((), dtype="int32")
+    return inputs, keras.layers.Embedding(n, 1)(inputs)
+
+
+def kernel(n):
+    """The same weights as a kernel, which has sides; as large as the square of n."""
+    inputs = keras.Input((), dtype="int32")
+    rows = keras.layers.CategoryEncoding(n, output_mode="one_hot")(inputs)
+    return inputs, keras.layers.Dense(1, use_bias=False)(rows)
+
+
+def kronecker_factored(batch_size, **private):
+    """Shorter or longer along a weight, by how often it is probed: up to three times."""
+    probes = np.concatenate([np.arange(0, batch_size, each, dtype="int32") for each in (1, 2, 3)])
+    targets = np.zeros((len(probes), 1), "float32")
+    geometry = dp.geometries.KroneckerFactored((probes, targets))
+    return o.DPSGD(0.1, geometry=geometry, batch_size=batch_size, **private)
+
+
 def adam(second_moment, **kwargs):
     return lambda **private: o.DPAdam(0.01, second_moment=second_moment, **kwargs, **private)
 
@@ -163,6 +186,7 @@ CASES = {
         full,
     ),
     "DPSGD, GeoClip": (lambda **p: o.DPSGD(0.1, geometry=dp.geometries.GeoClip(2), **p), full),
+    "DPSGD, KroneckerFactored": (kronecker_factored, full),
     "DPSGD, chosen rows": (
         lambda **p: o.DPSGD(0.1, sparse_embeddings=o.SparseEmbeddings(**CHOICE), **p),
         full,
@@ -246,11 +270,14 @@ CASES = {
         full,
     ),
     "DPGaLore": (lambda **p: o.DPGaLore(0.01, rank=1, update_gap=2, **p), full),
+    "DPOptimizer, Muon": (lambda **p: o.DPOptimizer(keras.optimizers.Muon(1e-3), **p), full),
     "DPOptimizer, Lion": (lambda **p: o.DPOptimizer(keras.optimizers.Lion(1e-3), **p), full),
     "AdaDPS": (lambda **p: o.AdaDPS(0.01, **p), public),
     "PDADPMD": (lambda **p: o.PDADPMD(0.01, steps=3, **p), public),
     "SubspaceAdagrad": (lambda **p: o.SubspaceAdagrad(0.01, rank=2, **p), public),
 }
+#: Those of another model than a table, and how many canaries it has room for.
+KERNELS = {"DPSGD, KroneckerFactored": 1500}
 for _entry in CATALOG:  # what is not listed above, with its defaults
     _make = functools.partial(_entry.cls, **_entry.arguments)
     CASES.setdefault(_entry.name, (_make, public if _entry.make().needs_public else full))
@@ -291,7 +318,7 @@ def canary_releases(model, canaries, queries, released):
 def run(name, runs=1, canaries=10_000, seed=None, confidence=CONFIDENCE):
     """The audit of one case, by one run with many canaries or many runs with one."""
     make_optimizer, drawing, *score = CASES[name]
-    count = canaries if runs == 1 else 1
+    count = min(canaries, KERNELS.get(name, canaries)) if runs == 1 else 1
     n = count + FEW
     mu, delta = ONE_RUN if runs == 1 else MANY_RUNS
     sampling, steps, batches = drawing(n)
@@ -299,8 +326,7 @@ def run(name, runs=1, canaries=10_000, seed=None, confidence=CONFIDENCE):
     def make_model():
         private = {"clip_norm": 1.0, "noise_multiplier": steps**0.5 / mu, "seed": seed}
         optimizer = make_optimizer(batch_size=sampling.batch_size, **private)
-        inputs = keras.Input((), dtype="int32")
-        model = dp.DPModel(inputs, keras.layers.Embedding(n, 1)(inputs))
+        model = dp.DPModel(*(kernel if name in KERNELS else table)(n))
         model.compile(optimizer, "mse")
         return model
 
@@ -398,7 +424,8 @@ SABOTAGE = {
     "noise reused": noise_reused,
     "one step without noise": one_step_without_noise,
 }
-SABOTAGED = ("DPSGD", "DPAdam", "DP2RMSprop", "DPNesterov", "DPSGD, DiSK", "DPSGD, chosen rows")
+SABOTAGED = ("DPSGD", "DPAdam", "DP2RMSprop", "DPNesterov", "DPSGD, DiSK", "DPSGD, chosen rows",
+             "DPSGD, KroneckerFactored")  # fmt: skip
 
 
 def audits(only=()):
