@@ -2,6 +2,7 @@
 
     python examples/papers/later.py rows         # minutes to hours; goes on where it stopped
     python examples/papers/later.py others
+    python examples/papers/later.py probed
 
 - rows: DP-AdaFEST: with noise on all rows of the tables in each step, and on chosen ones; ratings
   of films and definitions of nouns.
@@ -9,6 +10,8 @@
   geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
   DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
   text.
+- probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
+  pictures of clothes.
 
 Tasks are those of choosing.py; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many trials for each
 of its hyper-parameters: see at_length.py, whose options these are.
@@ -20,14 +23,15 @@ output/papers/later.
 import at_length
 import choosing
 import keras
+import numpy as np
 
 import dp_keras_opt as dp
 from dp_keras_opt import filters, geometries
 from dp_keras_opt.tuning.candidates import Candidate, get
 
 BASELINES = ("DPSGD, momentum", "DPAdam, bias-corrected")
-#: Of clip norms in units of the length that is expected.
-LENGTHS = (0.3, 3.0)
+#: Of clip norms in units of the length that is expected. AdaClip diverges at 1 under much noise.
+LENGTHS, SHORT = (0.3, 3.0), (0.03, 1.0)
 
 
 def changed(optimizer, **settings):
@@ -63,18 +67,19 @@ def rows():
     )
 
 
+def variant(name, of, make_settings, **space):
+    """What `of` is, with the settings that `make_settings` makes of what is searched."""
+    plain = get(of)
+
+    def make(run, **values):
+        own = {key: values.pop(key) for key in space}
+        return changed(plain.make(run, **values), **make_settings(**own))
+
+    return Candidate(name, make, {**plain.space, **space})
+
+
 def others():
-    """All but sparse embeddings."""
-
-    def variant(name, of, make_settings, **space):
-        """What `of` is, with the settings that `make_settings` makes of what is searched."""
-        plain = get(of)
-
-        def make(run, **values):
-            own = {key: values.pop(key) for key in space}
-            return changed(plain.make(run, **values), **make_settings(**own))
-
-        return Candidate(name, make, {**plain.space, **space})
+    """All but sparse embeddings, and geometries that need probes."""
 
     def disk(kappa):
         return {"gradient_filter": filters.DiSK(kappa, gamma=None)}
@@ -98,8 +103,8 @@ def others():
         variant("DPSGD, DiSK", "DPSGD", disk, kappa=(0.1, 0.9)),
         variant(f"{momentum}, sharpness-aware", momentum, sharpness_aware, radius=(0.01, 1.0)),
         variant(f"{momentum}, around the mean", momentum, lambda: {"geometry": geometries.Mean()}),
-        variant(f"{momentum}, AdaClip", momentum, ada, clip_norm=LENGTHS),
-        variant("DPAdam, AdaClip", "DPAdam", ada, clip_norm=LENGTHS),
+        variant(f"{momentum}, AdaClip", momentum, ada, clip_norm=SHORT),
+        variant("DPAdam, AdaClip", "DPAdam", ada, clip_norm=SHORT),
         variant(f"{momentum}, GeoClip", momentum, geo, clip_norm=LENGTHS),
         Candidate("DPOptimizer, Muon", muon, {"learning_rate": (1e-3, 0.1)}),
     ]
@@ -111,7 +116,25 @@ def others():
     )
 
 
-EXPERIMENTS = {"rows": rows, "others": others}
+def probed():
+    """DP-KFC."""
+    momentum, _ = BASELINES
+    name = f"{momentum}, Kronecker-factored"
+    noise = geometries.pink_noise(256, (28, 28, 1), seed=0)
+    labels = np.random.default_rng(0).integers(0, 10, len(noise))
+
+    def of_noise(damping):
+        return {"geometry": geometries.KroneckerFactored((noise, labels), damping)}
+
+    return experiment(
+        {"clothes": choosing.clothes},
+        [get(momentum), variant(name, momentum, of_noise, damping=(0.01, 1.0))],
+        [(name, momentum)],
+        "In the geometry of noise, better than as gradients are.",
+    )
+
+
+EXPERIMENTS = {"rows": rows, "others": others, "probed": probed}
 
 if __name__ == "__main__":
     at_length.main(EXPERIMENTS, __doc__, "later")

@@ -61,6 +61,13 @@ def test_others_differ_in_what_their_name_says():
     assert named == set(optimizers) and set(later.BASELINES) < named
 
 
+def test_a_geometry_of_probes_differs_in_that_alone():
+    plain, in_geometry = made(later.probed()).values()
+    assert differences(plain, in_geometry) == {"geometry"}
+    probes, labels = in_geometry.geometry.probes
+    assert probes.shape == (256, 28, 28, 1) and set(labels) == set(range(10))
+
+
 @pytest.mark.parametrize("kind", ["rows", "others"])
 def test_a_comparison_of_them(kind, monkeypatch, tmp_path):
     """On made-up data, two steps, through the command."""
