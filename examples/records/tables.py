@@ -1,6 +1,6 @@
 """Four real tables of persons: private logistic regression beside what else there is.
 
-    pip install pandas diffprivlib==0.6.6 scikit-learn==1.7.2  # does not import with 1.9
+    pip install diffprivlib==0.6.6 scikit-learn==1.7.2  # does not import with 1.9
     python examples/records/tables.py                          # goes on if it was interrupted
     python examples/records/tables.py --quick                  # a minute or two, to try it out
 
