@@ -253,6 +253,14 @@ def table(predictions, runs_of):
     return rows
 
 
+def of_linear_rules(predictions):
+    """Without those of rules that are not linear in the gradients."""
+    return {
+        key: {n: p for n, p in found.items() if CANDIDATES[n][0] in ("momentum", "nesterov")}
+        for key, found in predictions.items()
+    }
+
+
 def verdict(rows):
     """How many winners, and how many pairs, were predicted."""
     lines = []
@@ -294,7 +302,9 @@ def main():
         if options.quick:
             break
     rows = table(predictions, runs_of)
-    report.write(options.output, f"borders{suffix}", rows, CLAIM, verdict(rows))
+    linear = verdict(table(of_linear_rules(predictions), runs_of))
+    seen = f"{verdict(rows)} Of linear rules alone: {linear}"
+    report.write(options.output, f"borders{suffix}", rows, CLAIM, seen)
 
 
 if __name__ == "__main__":
