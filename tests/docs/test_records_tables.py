@@ -48,6 +48,19 @@ def test_a_file_is_stored_whole_or_not_at_all(data, monkeypatch, tmp_path):
     assert path.read_bytes() == b"1,2,3\n"
 
 
+def test_of_pictures_that_are_there_in_part_none_is_read(data, monkeypatch, tmp_path):
+    """Of an unpacking that another process has begun."""
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    monkeypatch.setattr(data, "_unpack_debian", lambda package: None)
+    path = tmp_path / data.FASHION / "train-images-idx3-ubyte.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    part = np.full((2, 28, 28), 255, np.uint8), np.array([1, 2])
+    monkeypatch.setattr(data.keras.datasets.fashion_mnist, "load_data", lambda: (part, part))
+    (x, y), _ = data.fashion()
+    assert x.shape == (2, 28, 28, 1) and x.max() == 1 and list(y) == [1, 2]
+
+
 def test_frames_from_files(data, tmp_path):
     pytest.importorskip("pandas")
     path = tmp_path / "table.csv"
