@@ -112,6 +112,9 @@ def test_who_leads_and_which_pairs_are_in_order():
     )
     assert rows[0]["predicted"] == "b" and rows[0]["leads"]
     assert "leads in 1 of 1 runs, and 4 of 5 pairs" in borders.verdict(rows)
+    both = {"DPNesterov, planned noise": 2.0, "DPAdam, bias-corrected": 1.0}
+    linear = borders.of_linear_rules({(0.5, "task", 3.0): both})
+    assert linear == {(0.5, "task", 3.0): {"DPNesterov, planned noise": 2.0}}
 
 
 def test_the_runs_are_those_of_the_page():

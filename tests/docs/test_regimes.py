@@ -211,6 +211,9 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "explanation" / "regimes.md").read_text(encoding="utf-8")
 
 
+TUNED_RUNS = sorted((DOCS / "how_to" / "choosing").glob("tuned-*.csv"))
+
+
 def stored(name):
     with open(
         DOCS / "explanation" / "regimes" / f"{name}.csv", newline="", encoding="utf-8"
@@ -253,14 +256,26 @@ def test_what_the_page_says_of_tasks_made_linear():
         predictions.setdefault((share, task, epsilon), {})[row["candidate"]] = float(row["test"])
         runs_of[task] = borders.real(task)
     rows = borders.table(predictions, runs_of)
-    for share, words in [(0.0, "leads in {} of the 9 runs"), (0.5, "(in {}, where half")]:
-        here = [row for row in rows if row["noise in the targets"] == share]
-        assert len(here) == 9 and words.format(sum(row["leads"] for row in here)) in PAGE
-    right = [
-        sum(int(r["pairs in order"].split()[0]) for r in rows if r["noise in the targets"] == share)
-        for share in (0.0, 0.5)
-    ]
-    assert f"{right[0]} ({right[1]}) of 174 pairs" in PAGE
+    assert {row["task"] for row in rows} == {p.stem.split("-", 1)[1] for p in TUNED_RUNS}
+    count = len(rows) // 2
+    leads, pairs, linear, right = [], [], [], []
+    for share in (0.0, 0.5):
+        here = {key: p for key, p in predictions.items() if key[0] == share}
+        rows, of_linear = (
+            borders.table(part, runs_of) for part in (here, borders.of_linear_rules(here))
+        )
+        leads.append(sum(row["leads"] for row in rows))
+        linear.append(sum(row["leads"] for row in of_linear))
+        found = np.array([row["pairs in order"].split(" of ") for row in rows], int).sum(axis=0)
+        right.append(found[0])
+        pairs.append(found[1])
+    page = " ".join(PAGE.split())
+    assert linear[0] == linear[1] and f"leads in {linear[0]} of the {count} runs;" in page
+    assert f"leads in {leads[0]} of the {count} runs (in {leads[1]}, where half" in page
+    assert f"{right[0]} ({right[1]}) of {pairs[0]} pairs" in page
+    always = "DPSGD, momentum, planned noise, average"
+    best = [always in row["leading"].split("; ") for row in rows]
+    assert f"leads in {sum(best)} of the {count} runs." in page
 
 
 SCREENED = {
@@ -294,7 +309,7 @@ def counted(part, tasks, pairs):
                 if row["part"] == "test":
                     key = row["candidate"], row["epsilon"]
                     scores.setdefault(key, []).append(float(row["score"]))
-        higher = task in ("clothes", "tabular")
+        higher = task in borders.HIGHER_IS_BETTER
         for (one, other), epsilon in itertools.product(pairs, "138"):
             (mean, error), (other_mean, other_error) = (
                 report.mean_and_error(scores[name, epsilon]) for name in (one, other)
@@ -315,6 +330,7 @@ def test_what_the_page_says_of_real_runs():
     every = ("ratings", "clothes", "text", "tabular")
     for words, pair in SCREENED.items():
         assert said(words) == counted("results", every, [pair]), words
+    tuned = (*every, "incomes")
     for words, pairs in TUNED.items():
-        tasks = every[1:3] if "scale" in words else every[:3]
+        tasks = tuned[1:] if "scale" in words else tuned
         assert said(words) == counted("tuned", tasks, pairs), words
