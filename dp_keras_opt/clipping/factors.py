@@ -283,7 +283,8 @@ class OuterProducts(Factor):
 
     @property
     def _is_in_order(self):
-        return self.order == tuple(range(len(self.order)))
+        order = [axis for axis in self.order if self.layout[axis] != 1]
+        return order == sorted(order)
 
     def weighted_sum(self, weights):
         if self._gradients is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ class KroneckerFactored(Geometry):
             identity = keras.initializers.Identity()
             return optimizer.add_variable((size, size), identity, dtype="float32", name=name)
 
+        self._kernels = [True] * len(variables)  # until `begin` knows
         self._sides = []  # for each variable and side, a root and its inverse
         for variable in variables:
             *rows, columns = variable.shape or (1,)
@@ -88,10 +90,14 @@ class KroneckerFactored(Geometry):
                 or [(None, None)] * 2
             )
         self._is_known = optimizer.add_variable((), dtype="float32", name="geometry_known")
+        self._is_kernel = optimizer.add_variable(
+            (len(variables),), dtype="float32", name="geometry_is_kernel"
+        )
 
     def begin(self, optimizer: PrivateOptimizer, model: keras.Model) -> None:
         if not float(self._is_known):
             self.refresh(optimizer, model)
+        self._kernels = [bool(each) for each in np.asarray(self._is_kernel)]
 
     def refresh(self, optimizer: PrivateOptimizer, model: keras.Model) -> None:
         """Asks the probes what the geometry is at the weights as they are."""
@@ -105,18 +111,22 @@ class KroneckerFactored(Geometry):
         batch = Batch(x, y)
         engines = checked_engines(model, batch)
         _, _, gradients = per_example_gradients(model, batch, None, engines)
-        for factor, sides in zip(gradients, self._sides, strict=True):
-            if not (isinstance(factor, OuterProducts) and factor.is_matrix):
-                continue
+        kernels = [isinstance(each, OuterProducts) and each.is_matrix for each in gradients]
+        for factor, sides in itertools.compress(zip(gradients, self._sides, strict=True), kernels):
             for (root, inverse), tensor in zip(sides, (factor.inputs, factor.deltas), strict=True):
                 if root is not None:
                     for variable, power in ((root, -0.5), (inverse, 0.5)):
                         optimizer.assign(variable, _damped_power(tensor, self.damping, power))
+        optimizer.assign(self._is_kernel, tf.constant(kernels, tf.float32))
         optimizer.assign(self._is_known, 1.0)
 
     def seen(self, optimizer: PrivateOptimizer, query: Query) -> Query:
         def side(place, which):
-            matrices = [sides[place][which] for sides in self._sides]
+            # What is no kernel has the identity: as a matrix it would cost a gradient for each row.
+            matrices = [
+                sides[place][which] if is_kernel else None
+                for sides, is_kernel in zip(self._sides, self._kernels, strict=True)
+            ]
             return [None if m is None else tf.convert_to_tensor(m) for m in matrices]
 
         nothing = [None] * len(self._sides)

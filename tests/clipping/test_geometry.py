@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Batch, Query, clip_fraction, clipped_sums, per_example_norms
 from dp_keras_opt.clipping.engines import Engines, engines_for
-from dp_keras_opt.clipping.factors import OuterProducts
+from dp_keras_opt.clipping.factors import Mapped, OuterProducts
 from dp_keras_opt.clipping.geometry import Kronecker, LowRank, Mixed
 from dp_keras_opt.noise.released import Released
 from tests.clipping import test_clipped_sums as models
@@ -120,13 +120,14 @@ def test_in_a_scale_and_around_a_centre():
     assert_close(sums[0], clip_and_sum(left, 0.1, scale=scale), rtol=1e-3)
 
 
-def test_nothing_is_as_large_as_the_batch_times_the_weights(monkeypatch):
-    model, x, y, *_ = setup(models.dense)
+@pytest.mark.parametrize("make", [models.dense, models.dense_on_sequence, models.conv2d])
+def test_nothing_is_as_large_as_the_batch_times_the_weights(make, monkeypatch):
+    model, x, y, *_ = setup(make)
     shapes = [tuple(v.shape) for v in model.trainable_variables]
     rng = np.random.default_rng(6)
     centre = [tf.constant(rng.normal(size=shape), tf.float32) for shape in shapes]
     made = []
-    for factor in (Mixed, OuterProducts):
+    for factor in (Mixed, Mapped, OuterProducts):
         whole = factor.materialize
         monkeypatch.setattr(
             factor, "materialize", lambda self, of=whole: made.append(self.shape) or of(self)

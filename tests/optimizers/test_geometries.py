@@ -276,6 +276,54 @@ def test_geometry_of_a_convolution_and_of_what_has_none():
     assert all(np.isfinite(m).all() for m in (*left, *right) if m is not None)
 
 
+def test_geometry_of_a_convolution_is_that_of_its_patches():
+    inputs = keras.Input((6, 6, 2))
+    hidden = keras.layers.Conv2D(4, 3, activation="tanh")(inputs)
+    model = dp.DPModel(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(hidden)))
+    x = pink_noise(20, (6, 6, 2), seed=0)
+    y = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
+    geometry = KroneckerFactored((x, y), damping=0.2)
+    model.compile(DPSGD(0.1, geometry=geometry, **lr.PRIVATE | {"batch_size": 20}), "mse")
+    kernel, bias, dense, offset = (w.astype(np.float64) for w in model.get_weights())
+    model.fit(dp.data.poisson_batches((x, y), 20, 1), epochs=1, verbose=0)
+
+    patches = np.array(
+        [x[:, i : i + 3, j : j + 3].reshape(20, -1) for i in range(4) for j in range(4)], np.float64
+    )
+    out = np.tanh(patches @ kernel.reshape(18, 4) + bias)  # (positions, rows, filters)
+    flat = out.transpose(1, 0, 2).reshape(20, -1)
+    error = 2 / 3 * (flat @ dense + offset - y)
+    deltas = (error @ dense.T).reshape(20, 16, 4).transpose(1, 0, 2) * (1 - out**2)
+    (query,) = model.optimizer.queries()
+    for found, vectors in (
+        (query.geometry.left[0], patches),
+        (query.geometry.right[0], deltas),
+    ):
+        expected = root_of(vectors.reshape(-1, vectors.shape[-1]), 0.2, -0.5)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_no_kernel_has_no_matrix(tmp_path):
+    """Products with an identity would cost a gradient of the table for each row of the batch."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 30, (32, 5)), rng.integers(0, 3, 32)
+    inputs = keras.Input((5,), dtype="int32")
+    hidden = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(30, 4)(inputs))
+    model = dp.DPModel(inputs, keras.layers.Dense(3)(hidden))
+    optimizer = DPSGD(0.1, geometry=KroneckerFactored((x, y)), **lr.PRIVATE | {"batch_size": 8})
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    batches = dp.data.poisson_batches((x, y), 8, 3)
+    model.fit(batches, epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded.fit(batches, epochs=1, verbose=0)
+    for each in (model, loaded):
+        (query,) = each.optimizer.queries()
+        for side in (query.geometry.left, query.geometry.right):
+            assert [m is None for m in side] == [True, False, True]
+
+
 def test_pink_noise_has_power_that_falls_with_frequency():
     pictures = pink_noise(200, (32, 32, 1), seed=0)
     power = (np.abs(np.fft.rfft2(pictures[..., 0])) ** 2).mean(axis=0)
