@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.examples import RECORDS, imported, page_of_records, rows_of
+from tests.helpers.page_tables import mean_and_error
 
 
 @pytest.fixture
@@ -88,3 +89,29 @@ def test_the_tables_of_the_page_are_those_of_the_results(ratings):
     }
     for name, table in tables.items():
         assert f"<!-- {name} -->\n\n{table}" in page_of_records(), name
+
+
+def test_a_second_run_came_to_the_same():
+    away, of_difference = {}, {}
+    for level in ("ratings", "users"):
+        first, again = (
+            means(rows_of(RECORDS / f"{level}-{name}.csv")) for name in ("results", "again")
+        )
+        assert set(first) == set(again)
+        for key in set(first) - {key for key in first if key[1] == 0.5}:
+            (mean, error), (other, other_error) = first[key], again[key]
+            away[key] = abs(mean - other) / error
+            of_difference[key] = abs(mean - other) / np.hypot(error, other_error)
+    assert away.pop(("dp-keras-opt, biases", 4.3)) < 1
+    assert len(away) == 23 and sum(each < 1 for each in away.values()) == 22
+    assert max(of_difference.values()) < 0.75
+    assert "Of the\n23 other means all but one" in page_of_records()
+
+
+def means(rows):
+    """(method, ε) -> mean and standard error."""
+    scores = {}
+    for row in rows:
+        key = row["method"], float(row["epsilon"])
+        scores.setdefault(key, []).append(float(row["score"]))
+    return {key: mean_and_error(values) for key, values in scores.items()}
