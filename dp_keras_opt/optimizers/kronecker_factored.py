@@ -32,8 +32,9 @@ class KroneckerFactored(Geometry):
     A = E[a aᵀ] over the inputs a of the kernel and D = E[δ δᵀ] over the gradients δ in what it
     gives, on `probes` that are not private: each over its mean eigenvalue, plus `damping`, to the
     power −½. Neither changes the size of a layer beside others, so that a clip norm remains what it
-    was. Biases, embeddings, grouped convolutions, kernels of layers without a rule, sides above
-    `largest`, and sides whose probes were all 0 have the identity.
+    was. The identity have biases, embeddings, kernels that are not multiplied as a matrix of all
+    axes but the last times the last (grouped convolutions; queries, keys and values of attention),
+    kernels of layers without a rule, sides above `largest`, and sides whose probes were all 0.
 
     `fit` asks the probes before its first step; `refresh`, from a callback, asks them again as the
     weights change, which are released anyway.
