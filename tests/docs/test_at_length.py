@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
+from tests.helpers.page_tables import cells, mean_and_error, scores
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "papers")]
@@ -179,3 +180,31 @@ def test_all_experiments_without_a_name_and_an_unknown_one(monkeypatch, tmp_path
         with pytest.raises(SystemExit):
             at_length.main()
         assert said in capsys.readouterr().err
+
+
+# The tables of the page.
+
+PAGE = EXAMPLES.parent / "docs" / "reference" / "papers.md"
+RUNS = sorted(PAGE.with_suffix("").glob("*.csv"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_the_tables_and_verdicts_are_those_of_the_runs(path):
+    page = PAGE.read_text(encoding="utf-8")
+    means = {key: mean_and_error(values) for key, values in scores(path).items()}
+    shown = cells(page, path.stem)
+    assert shown == {key: f"{mean:.4f} ± {error:.4f}" for key, (mean, error) in means.items()}
+    rows = [
+        {"candidate": name, "epsilon": epsilon, "score": mean, "standard_error": error,
+         "values": {}, "scores": []}
+        for (name, epsilon), (mean, error) in means.items()
+    ]  # fmt: skip
+    name, task = path.stem.split("-")
+    comparison = dp.tuning.Comparison(rows, higher_is_better=True)  # both are accuracies
+    said = at_length.verdict({task: comparison}, at_length.EXPERIMENTS[name]().order)
+    for line in said.strip().splitlines():
+        assert line.removeprefix("- ").removeprefix(f"{task}, ") in page, line
+
+
+def test_there_are_tables():
+    assert {path.stem for path in RUNS} == {"filtered-cnn", "uneven-cnn"}
