@@ -309,8 +309,12 @@ class OuterProducts(Factor):
         return self._as_variable(tf.concat(blocks, axis=1))
 
     def inner(self, direction):
-        products = _through(self.inputs, self._as_matrix(direction))
-        return tf.reduce_sum(products * self.deltas, axis=(1, 2, 3))
+        # As in `_sizes_of_terms`: what flushed to zero here would be missing from the norm alone.
+        (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
+        matrix, largest_d = _unit_range(self._as_matrix(direction), (0, 1, 2))
+        products = tf.reduce_sum(_through(a, matrix) * b, axis=3)
+        products *= (largest_a * largest_b)[..., 0]
+        return tf.reduce_sum(products, axis=(1, 2)) * tf.reshape(largest_d, ())
 
     def mapped(self, function):
         inputs, deltas = function(self.inputs), function(self.deltas)
@@ -554,6 +558,8 @@ def joined(one, other):
             return TiedTable(joined(one.lookup, other), one.products)
         case TiedTable(), OuterProducts() if one.products.form == other.form:
             return TiedTable(one.lookup, joined(one.products, other))
+        case TiedTable(), TiedTable() if one.products.form == other.products.form:
+            return joined(joined(one, other.lookup), other.products)
     return DenseGradients(one.materialize() + other.materialize())
 
 

@@ -16,6 +16,7 @@ from dp_keras_opt.clipping.grouped_rows import PerUnit
 from dp_keras_opt.clipping.groups import clip_groups
 from dp_keras_opt.clipping.query import UNCLIPPED
 from dp_keras_opt.clipping.self_check import checked_engines
+from dp_keras_opt.clipping.table_rows import lookups
 from dp_keras_opt.types import Norm
 
 
@@ -43,7 +44,7 @@ def per_example_norms(
         float32 array of one norm per row (per user; 0 for one who is all padding); NaN or infinite
         where the gradient is.
     """
-    (norms,) = _norms(model, batch, UNCLIPPED._replace(norm=norm, scale=scale), batch_size)
+    (norms,), _ = _norms(model, batch, UNCLIPPED._replace(norm=norm, scale=scale), batch_size)
     return norms
 
 
@@ -62,40 +63,46 @@ def clip_fraction(model: keras.Model, batch: tuple[Any, ...], batch_size: int = 
     Returns:
         The share of the examples (users) whose norm exceeds the clip norm, or that of one layer
         where layers are clipped on their own (also with `normalize=True`, which scales all).
-        Padding and examples whose gradient is not finite do not count; NaN if there are no others.
+        Padding and examples whose gradient is not finite do not count, nor, around a centre, those
+        of weight 0; NaN if there are no others.
     """
-    optimizer, mask = model.optimizer, Batch(*batch).mask
+    optimizer = model.optimizer
     optimizer.ensure_built(model.trainable_variables)
+    optimizer.begin(model)
     query = next(query for query in optimizer.queries() if query.population == "private")
-    norms = _norms(model, batch, query, batch_size)
+    norms, valid = _norms(model, batch, query, batch_size)
     bounds = np.asarray([bound for _, bound in clip_groups(model, query)], np.float32)
-    counted = np.all(np.isfinite(norms), axis=0)
-    if mask is not None:
-        counted &= np.reshape(mask, (len(counted), -1)).any(axis=1)
+    counted = valid & np.all(np.isfinite(norms), axis=0)
     clipped = np.any(norms > bounds[:, None], axis=0)
     return float(np.mean(clipped[counted])) if counted.any() else np.nan
 
 
 def _norms(model, batch, query, batch_size):
-    """For each group of variables that the query clips together, one norm per row (per user)."""
+    """For each group of variables that the query clips together, one norm per row (per user).
+
+    Returns:
+        (norms, valid): (groups, units), and which of the units a step counts, boolean (units,).
+    """
     batch = Batch(*batch)
     if batch.mask is not None:
         batch = batch._replace(mask=tf.cast(batch.mask, tf.bool))
     per_unit = batch.rows_per_user or 1
     num_rows, step = len(tree.flatten(batch.x)[0]), max(1, batch_size // per_unit) * per_unit
     groups, engines = clip_groups(model, query), None
-    norms = [np.zeros((len(groups), 0), np.float32)]
+    norms, valid = [np.zeros((len(groups), 0), np.float32)], [np.zeros(0, bool)]
     for start in range(0, num_rows, step):
         part = _part(batch, start, start + step, per_unit)
         engines = engines or checked_engines(model, part)
         losses, _, (gradients,) = gradients_for([query], model, part, None, engines)
-        units = PerUnit(losses, valid_rows(part, losses), gradients)
+        counted = valid_rows(part, losses, weighted=query.centre is not None)
+        units = PerUnit(losses, counted, gradients)
         if part.rows_per_user is not None:
             units = units.grouped(part.mask)
-        count = len(units.losses)
-        seen = seen_by(query, units.gradients, model.trainable_variables, count)
+        count, variables = len(units.losses), model.trainable_variables
+        seen = lookups(query, seen_by(query, units.gradients, variables, count), variables)
         norms.append(np.stack(norms_by_group(query, seen, groups, count)))
-    return np.concatenate(norms, axis=1)
+        valid.append(units.valid.numpy())
+    return np.concatenate(norms, axis=1), np.concatenate(valid)
 
 
 def _part(batch, start, stop, per_unit):

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt.checks import is_number, whole_number
+from dp_keras_opt.clipping.bounds import LEAST
 from dp_keras_opt.clipping.geometry import LowRank
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.optimizers.geometries import Mean, kept_between
@@ -102,7 +103,8 @@ class GeoClip(Mean):
         if query.counts:  # a bound that finds itself is in these units already
             return query
         total = tf.reduce_sum(tf.sqrt(along)) + (sum(sizes) - self.rank) * tf.sqrt(others)
-        return query._replace(clip_norm=query.clip_norm * least**0.25 * tf.sqrt(total))
+        clip_norm = query.clip_norm * least**0.25 * tf.sqrt(total)
+        return query._replace(clip_norm=tf.maximum(clip_norm, LEAST))
 
     def update(self, optimizer: PrivateOptimizer, released: Released, answer: Released) -> None:
         before, known = self.centre(), self._weight > 0

@@ -33,8 +33,9 @@ class KroneckerFactored(Geometry):
     gives, on `probes` that are not private: each over its mean eigenvalue, plus `damping`, to the
     power −½. Neither changes the size of a layer beside others, so that a clip norm remains what it
     was. The identity have biases, embeddings, kernels that are not multiplied as a matrix of all
-    axes but the last times the last (grouped convolutions; queries, keys and values of attention),
-    kernels of layers without a rule, sides above `largest`, and sides whose probes were all 0.
+    axes but the last times the last (of grouped and standardized convolutions; of queries, keys
+    and values in attention), kernels of layers without a rule, sides above `largest`, and sides
+    whose probes were all 0.
 
     `fit` asks the probes before its first step; `refresh`, from a callback, asks them again as the
     weights change, which are released anyway.
@@ -78,7 +79,7 @@ class KroneckerFactored(Geometry):
             identity = keras.initializers.Identity()
             return optimizer.add_variable((size, size), identity, dtype="float32", name=name)
 
-        self._kernels = [True] * len(variables)  # until `begin` knows
+        self._kernels = [False] * len(variables)  # until `begin`, before the first step
         self._sides = []  # for each variable and side, a root and its inverse
         for variable in variables:
             *rows, columns = variable.shape or (1,)
@@ -96,9 +97,9 @@ class KroneckerFactored(Geometry):
         )
 
     def begin(self, optimizer: PrivateOptimizer, model: keras.Model) -> None:
-        if not float(self._is_known):
+        if not float(tf.convert_to_tensor(self._is_known)):
             self.refresh(optimizer, model)
-        self._kernels = [bool(each) for each in np.asarray(self._is_kernel)]
+        self._kernels = [bool(each) for each in np.asarray(tf.convert_to_tensor(self._is_kernel))]
 
     def refresh(self, optimizer: PrivateOptimizer, model: keras.Model) -> None:
         """Asks the probes what the geometry is at the weights as they are."""

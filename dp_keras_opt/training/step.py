@@ -146,15 +146,15 @@ def check_before_tracing(model, state, specs, *, fitting):
     Variables that are made while it is traced have it traced a second time.
     """
     known = state.engines and model.optimizer.built
-    if known or (specs is None and state.given is None):
-        return
-    data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)
-    parts = [as_batch(block, convert=spec) for block in blocks_of(data)]
-    engines_for(model, state, of_any_length(parts), fitting=fitting)
+    if not known and (specs is not None or state.given is not None):
+        data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)
+        parts = [as_batch(block, convert=spec) for block in blocks_of(data)]
+        engines_for(model, state, of_any_length(parts), fitting=fitting)
     with model.distribute_strategy.scope():
         model.optimizer.ensure_built(model.trainable_variables)
         model.optimizer.begin(model)
-        clipping.clip_groups(model, model.optimizer.query())  # has bounds for all layers
+        if not known:
+            clipping.clip_groups(model, model.optimizer.query())  # has bounds for all layers
 
 
 def _spec(value):

@@ -250,6 +250,35 @@ def test_one_row_moves_the_sum_by_no_more_than_the_bound(seed, size, far, kind):
     assert np.linalg.norm(with_row - without) <= clip_norm + rounding
 
 
+@pytest.mark.parametrize("kind", ["a centre", "a scale", "low rank"])
+def test_what_flushes_to_zero_on_the_way_is_not_missing_from_a_norm(kind):
+    """Tiny inputs times large deltas, in the inner product with a centre or with directions."""
+    features = 16
+    inputs = keras.Input((features,))
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Model(inputs, layer(inputs))
+    x = np.full((1, features), 1.3e-38, np.float32)
+    centre, query = np.full((features, 1), 0.5), Query(clip_norm=1.0)
+    if kind == "low rank":  # what is far goes along one direction, which is shortened
+        x[0, 8:] *= 3
+        basis = np.repeat([-0.25, 0.25], 8)[None, :, None]
+        directions, along = [tf.constant(basis, tf.float32)], tf.constant([1e-3])
+        geometry = LowRank(directions, along, tf.constant(1.0))
+        query = query._replace(geometry=geometry, clip_norm=1e-3)
+    else:
+        query = query._replace(centre=[tf.constant(centre, tf.float32)])
+        if kind == "a scale":
+            query = query._replace(scale=[tf.ones((features, 1))])
+    lengths = []
+    for weight in (5e37, -5e37):
+        found = clipped_sums(
+            model, (x, np.zeros((1, 1), np.float32)), [query],
+            per_example_loss=lambda y, y_pred, w, by=weight: by * y_pred[:, 0],
+        ).sums[0]  # fmt: skip
+        lengths.append(np.linalg.norm(flat(found)) / query.clip_norm)
+    assert 0.99 < max(lengths) <= 1 + 1e-6
+
+
 def test_numbers_that_would_stretch_are_taken_for_one():
     """So that what flushed to zero in a norm cannot be made large afterwards."""
     model, x, y, gradients, *_ = setup(models.dense)

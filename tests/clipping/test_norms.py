@@ -118,3 +118,34 @@ def test_histogram_says_how_many_are_clipped():
     dp.plots.norm_histogram([2.0, 2.0], axes=axes)  # no spread at all
     with pytest.raises(ValueError, match="nothing to draw"):
         dp.plots.norm_histogram([np.nan, 0.0])
+
+
+def test_the_clip_fraction_is_of_what_a_step_clips():
+    """Rows of tables that are not trained, probes that were not asked, rows of weight 0."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(10, 50, (32, 3)), rng.normal(size=(32, 2)).astype("float32")
+    inputs = keras.Input((3,), dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(50, 8, name="rows")(inputs))
+    model = dp.DPModel(inputs, keras.layers.Dense(2)(rows))
+
+    def fraction(*batch, **settings):
+        optimizer = dp.optimizers.DPSGD(
+            0.1, batch_size=8, noise_multiplier=1.0, **{"clip_norm": 1.0} | settings
+        )
+        model.compile(optimizer, "mse")
+        return dp.clipping.clip_fraction(model, batch)
+
+    large = 30 * y
+    model.layers[-1].kernel.assign(30 * model.layers[-1].kernel)
+    for rows, expected in (([*range(50)], 1.0), ([*range(10)], 0.0)):
+        model.layers[-1].trainable = False
+        some = dp.optimizers.SparseEmbeddings(None, rows={"rows": rows})
+        assert fraction(x, large, sparse_embeddings=some) == expected
+    model.layers[-1].trainable = True
+
+    fraction(x, y, geometry=dp.geometries.KroneckerFactored((x, large)))
+    left = np.array(model.optimizer.queries()[0].geometry.left[1])
+    assert np.abs(left - np.eye(len(left))).max() > 0.1
+
+    around = dp.geometries.Mean()
+    assert np.isnan(fraction(x, y, np.zeros(32, "float32"), geometry=around))

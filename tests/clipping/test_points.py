@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Batch, Point, Query, clip_fraction, clipped_sums
 from dp_keras_opt.clipping.engines import Engines, engines_for
+from dp_keras_opt.clipping.factors import TiedTable
 from tests.clipping import test_clipped_sums as models
 from tests.helpers.per_example import assert_close, clip_and_sum, one_at_a_time
 
@@ -48,6 +49,38 @@ def low_rank_changes():
 
 
 MODELS = [*models.MODELS, separable, standardized, low_rank_changes]
+
+
+def test_a_tied_table_is_no_larger_at_two_points(monkeypatch):
+    """Than at one: looked up rows and products, and no gradient of the table for each example."""
+    inputs = keras.Input((3,), dtype="int32")
+    table = layers.ReversibleEmbedding(40, 4)
+    model = keras.Model(inputs, table(layers.Dense(4)(table(inputs)), reverse=True))
+    rng = np.random.default_rng(0)
+    x = y = rng.integers(0, 40, (6, 3))
+    offset = [0.1 * rng.normal(size=v.shape).astype("float32") for v in model.trainable_variables]
+    points = (Point(1.5), Point(-0.5, [tf.constant(d) for d in offset]))
+    made, whole = [], TiedTable.materialize
+    monkeypatch.setattr(TiedTable, "materialize", lambda self: made.append(1) or whole(self))
+
+    def loss(y, y_pred, w=None):
+        each = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        return tf.reduce_mean(each, axis=-1)
+
+    (found,) = clipped_sums(
+        model, (x, y), [Query(points=points, clip_norm=0.1)], per_example_loss=loss
+    ).sums
+    assert not made
+    start, total = model.get_weights(), None
+    for coefficient, d in ((1.5, None), (-0.5, offset)):
+        model.set_weights(start if d is None else [w + o for w, o in zip(start, d, strict=True)])
+        each = one_at_a_time(model, loss, x, y)
+        each = [[coefficient * g for g in example] for example in each]
+        total = each if total is None else [
+            [a + b for a, b in zip(one, other, strict=True)]
+            for one, other in zip(total, each, strict=True)
+        ]  # fmt: skip
+    assert_close(found, clip_and_sum(total, 0.1), rtol=1e-3)
 
 
 def at_points(model, x, y, points):

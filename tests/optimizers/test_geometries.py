@@ -324,6 +324,37 @@ def test_what_is_no_kernel_has_no_matrix(tmp_path):
             assert [m is None for m in side] == [True, False, True]
 
 
+def test_probes_are_asked_however_training_begins():
+    """Also where the optimizer was built, or the model looked at, before."""
+
+    def model_with(geometry):
+        model = lr.build(DPSGD(0.5, **lr.PRIVATE))
+        lr.train(model, 1)
+        optimizer = DPSGD(0.5, geometry=geometry, **lr.PRIVATE)
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, model.loss)
+        model.sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+        return model
+
+    for options in ({}, {"class_weight": {0: 1.0}}):
+        model = model_with(KroneckerFactored(probes()))
+        model.train_on_batch(lr.X, lr.Y, **options)
+        left = np.array(model.optimizer.queries()[0].geometry.left[0])
+        assert np.abs(left - np.eye(len(left))).max() > 0.1
+    with pytest.raises(ValueError, match="has no probes"):
+        model_with(KroneckerFactored()).train_on_batch(lr.X, lr.Y)
+
+
+def test_the_bound_in_the_geometry_is_one_that_float32_can_square():
+    geometry = GeoClip(2, low=1e-20)
+    optimizer = DPSGD(0.1, geometry=geometry, **lr.PRIVATE | {"clip_norm": 1e-12})
+    optimizer.build([keras.Variable(np.zeros(40, "float32"))])
+    optimizer.geometry._others.assign(0.0)
+    optimizer.geometry._variances.assign([0.0, 0.0])
+    (query,) = optimizer.queries()
+    assert float(query.clip_norm) >= np.float32(1e-12)
+
+
 def test_pink_noise_has_power_that_falls_with_frequency():
     pictures = pink_noise(200, (32, 32, 1), seed=0)
     power = (np.abs(np.fft.rfft2(pictures[..., 0])) ** 2).mean(axis=0)
@@ -395,6 +426,14 @@ def test_geometries_go_with(kind, make, tmp_path):
         model.train_on_batch(lr.X, lr.Y)
     (query,), _ = seen[-1]
     assert np.isfinite(lr.flat(model.trainable_variables)).all()
+    found, plain = model.get_weights(), query._replace(centre=None, scale=None, geometry=None)
+    model.set_weights(lr.split(lr.START))
+    of_geometry, without = (
+        lr.flat(dp.clipping.clipped_sums(model, (lr.X, lr.Y), [each]).sums[0][:2])
+        for each in (query, plain)
+    )
+    model.set_weights(found)
+    assert np.linalg.norm(of_geometry - without) > 1e-3 * np.linalg.norm(without)
     both = [
         dp.clipping.clipped_sums(model, (lr.X[rows], lr.Y[rows]), [query]).sums[0][:2]
         for rows in (slice(0, 6), slice(1, 6))

@@ -135,8 +135,19 @@ def steps_are_those_of_one_device(strategy):
 
 def points_are_those_of_one_device(strategy):
     """Gradients ahead of the weights and at them, in blocks of one row, with rows on some only."""
-    smoother = dp.filters.DiSK(0.5, 2.0)
-    rule = optimizer(rate=0.5, noise_multiplier=0.0, batch_size=2, gradient_filter=smoother)
+    assert_those_of_one_device(strategy, gradient_filter=dp.filters.DiSK(0.5, 2.0))
+
+
+def geometries_are_those_of_one_device(strategy):
+    for geometry in (
+        dp.geometries.AdaClip(), dp.geometries.GeoClip(2),
+        dp.geometries.KroneckerFactored((X, Y)),
+    ):  # fmt: skip
+        assert_those_of_one_device(strategy, geometry=geometry)
+
+
+def assert_those_of_one_device(strategy, **settings):
+    rule = optimizer(rate=0.5, noise_multiplier=0.0, batch_size=2, **settings)
     weights = []
     for scope in (strategy.scope, tf.distribute.get_strategy().scope):
         with scope():
@@ -451,6 +462,7 @@ MIRRORED = {
     3: [
         steps_are_those_of_one_device,
         points_are_those_of_one_device,
+        geometries_are_those_of_one_device,
         public_rows_are_averaged_once,
         users_are_clipped_whole,
         buckets_are_those_of_one_device,
