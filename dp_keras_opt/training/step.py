@@ -145,7 +145,7 @@ def check_before_tracing(model, state, specs, *, fitting):
 
     Variables that are made while it is traced have it traced a second time.
     """
-    known = state.engines and model.optimizer.built
+    known = bool(state.engines) and model.optimizer.built
     if not known and (specs is not None or state.given is not None):
         data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)
         parts = [as_batch(block, convert=spec) for block in blocks_of(data)]
