@@ -79,7 +79,7 @@ class KroneckerFactored(Geometry):
             identity = keras.initializers.Identity()
             return optimizer.add_variable((size, size), identity, dtype="float32", name=name)
 
-        self._kernels = [False] * len(variables)  # until `begin`, before the first step
+        self._kernels: list[bool] | None = None  # until `begin`, before the first step
         self._sides = []  # for each variable and side, a root and its inverse
         for variable in variables:
             *rows, columns = variable.shape or (1,)
@@ -123,6 +123,14 @@ class KroneckerFactored(Geometry):
         optimizer.assign(self._is_known, 1.0)
 
     def seen(self, optimizer: PrivateOptimizer, query: Query) -> Query:
+        if self._kernels is None:  # nobody steps yet, but looks at the query
+            if not tf.executing_eagerly():
+                raise ValueError(
+                    "KroneckerFactored has asked no probes yet, and a step begins. Build the model "
+                    "first: call it on a batch."
+                )
+            return query
+
         def side(place, which):
             # What is no kernel has the identity: as a matrix it would cost a gradient for each row.
             matrices = [

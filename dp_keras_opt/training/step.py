@@ -150,6 +150,8 @@ def check_before_tracing(model, state, specs, *, fitting):
         data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)
         parts = [as_batch(block, convert=spec) for block in blocks_of(data)]
         engines_for(model, state, of_any_length(parts), fitting=fitting)
+    if not model.built:
+        return  # its variables are made while it is traced
     with model.distribute_strategy.scope():
         model.optimizer.ensure_built(model.trainable_variables)
         model.optimizer.begin(model)

@@ -344,6 +344,25 @@ def test_probes_are_asked_however_training_begins():
     with pytest.raises(ValueError, match="has no probes"):
         model_with(KroneckerFactored()).train_on_batch(lr.X, lr.Y)
 
+    class Later(dp.DPModel):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    for geometry in (None, KroneckerFactored(probes())):  # with class weights, rows are not seen
+        model = Later()
+        model.compile(DPSGD(0.5, geometry=geometry, **lr.PRIVATE), "mse")
+        model.sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+        if geometry is None:
+            model.train_on_batch(lr.X, lr.Y, class_weight={0: 1.0})
+            assert len(model.trainable_variables) == 2
+        else:
+            with pytest.raises(ValueError, match="Build the model"):
+                model.train_on_batch(lr.X, lr.Y, class_weight={0: 1.0})
+
 
 def test_the_bound_in_the_geometry_is_one_that_float32_can_square():
     geometry = GeoClip(2, low=1e-20)
