@@ -259,18 +259,19 @@ def test_what_flushes_to_zero_on_the_way_is_not_missing_from_a_norm(kind):
     model = keras.Model(inputs, layer(inputs))
     x = np.full((1, features), 1.3e-38, np.float32)
     centre, query = np.full((features, 1), 0.5), Query(clip_norm=1.0)
-    if kind == "low rank":  # what is far goes along one direction, which is shortened
-        x[0, 8:] *= 3
-        basis = np.repeat([-0.25, 0.25], 8)[None, :, None]
-        directions, along = [tf.constant(basis, tf.float32)], tf.constant([1e-3])
-        geometry = LowRank(directions, along, tf.constant(1.0))
-        query = query._replace(geometry=geometry, clip_norm=1e-3)
+    if kind == "low rank":  # Most of a row lies along a direction that is shortened the most.
+        x[0, :8], x[0, 8:] = 2e-38, 0.0
+        x[0, 8] = 6e-38
+        basis = np.zeros((1, features, 1))
+        basis[0, :8], basis[0, 8] = -0.25, 0.5**0.5
+        geometry = LowRank([tf.constant(basis, tf.float32)], tf.constant([1e-3]), tf.constant(1.0))
+        query = query._replace(geometry=geometry)
     else:
         query = query._replace(centre=[tf.constant(centre, tf.float32)])
         if kind == "a scale":
             query = query._replace(scale=[tf.ones((features, 1))])
     lengths = []
-    for weight in (5e37, -5e37):
+    for weight in (1e38, -1e38):
         found = clipped_sums(
             model, (x, np.zeros((1, 1), np.float32)), [query],
             per_example_loss=lambda y, y_pred, w, by=weight: by * y_pred[:, 0],

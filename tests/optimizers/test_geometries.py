@@ -328,12 +328,15 @@ def test_probes_are_asked_however_training_begins():
     """Also where the optimizer was built, or the model looked at, before."""
 
     def model_with(geometry):
-        model = lr.build(DPSGD(0.5, **lr.PRIVATE))
-        lr.train(model, 1)
+        inputs = keras.Input((4,))
+        model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
+        model.compile(DPSGD(0.5, **lr.PRIVATE), "mse")
+        model.sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+        model.train_on_batch(lr.X, lr.Y)
         optimizer = DPSGD(0.5, geometry=geometry, **lr.PRIVATE)
         optimizer.build(model.trainable_variables)
-        model.compile(optimizer, model.loss)
-        model.sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+        model.compile(optimizer, "mse")
+        assert model.known_engines() is not None
         return model
 
     for options in ({}, {"class_weight": {0: 1.0}}):
