@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 import sys
 
 import keras
@@ -165,7 +166,10 @@ def test_a_comparison_goes_on(made_up, tmp_path, monkeypatch, capsys):
     first = (tmp_path / "filtered-cnn-quick.csv").read_text(encoding="utf-8")
     at_length.main()
     assert (tmp_path / "filtered-cnn-quick.csv").read_text(encoding="utf-8") == first
-    assert "DPSGD, filter" in (tmp_path / "filtered-quick.md").read_text(encoding="utf-8")
+    written = (tmp_path / "filtered-quick.md").read_text(encoding="utf-8")
+    assert "DPSGD, filter" in written
+    there = re.search(r"cnn, DPSGD: ε = 3 here is ([\d.]+) by RDP", written)
+    assert 3.0 < float(there.group(1)) < 12.0
 
 
 def test_all_experiments_without_a_name_and_an_unknown_one(monkeypatch, tmp_path, capsys):
