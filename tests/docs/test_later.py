@@ -129,5 +129,6 @@ def test_there_are_tables():
         "rows-definitions",
         "others-ratings",
         "others-clothes",
+        "others-text",
         "probed-clothes",
     }
