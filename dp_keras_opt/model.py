@@ -485,6 +485,7 @@ class DPModel(keras.Model):
 
         steps = state_changes.unchanged(steps, self._step.engines.hidden_state)
         self._step.is_coarse = precision.is_coarse()
+        self._step.has_begun = False
         self.train_function = self._guard.around(self, steps, self._check_before_tracing)
 
     def _check_before_tracing(self, iterator):

@@ -31,6 +31,7 @@ class StepState:
         given: the (x, y, sample_weight) that `train_on_batch` was given, while it runs; or None.
         engines: which engine serves which layer.
         is_coarse: whether the step allows for products in TF32; None before it is made.
+        has_begun: whether the optimizer was told that the step which was made begins.
         shows_progress: whether `fit` shows progress.
         observers: functions of (queries, released), called in every step.
         non_finite: a count of examples whose gradient was not finite; None before the first step.
@@ -40,6 +41,7 @@ class StepState:
     block: int | None = None
     given: tuple[Any, ...] | None = None
     is_coarse: bool | None = None
+    has_begun: bool = False
     shows_progress: bool = False
     engines: CheckedEngines = dataclasses.field(default_factory=CheckedEngines)
     observers: tuple[Any, ...] = ()
@@ -150,13 +152,14 @@ def check_before_tracing(model, state, specs, *, fitting):
         data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)
         parts = [as_batch(block, convert=spec) for block in blocks_of(data)]
         engines_for(model, state, of_any_length(parts), fitting=fitting)
-    if not model.built:
-        return  # its variables are made while it is traced
+    if state.has_begun or not model.built:  # whose variables are made while it is traced
+        return
     with model.distribute_strategy.scope():
         model.optimizer.ensure_built(model.trainable_variables)
         model.optimizer.begin(model)
         if not known:
             clipping.clip_groups(model, model.optimizer.query())  # has bounds for all layers
+    state.has_begun = True
 
 
 def _spec(value):

@@ -367,6 +367,16 @@ def test_probes_are_asked_however_training_begins():
                 model.train_on_batch(lr.X, lr.Y, class_weight={0: 1.0})
 
 
+def test_the_optimizer_is_told_of_its_first_step_once(monkeypatch):
+    """Not of each: what it does then would be in the way of all steps."""
+    told = []
+    monkeypatch.setattr(DPSGD, "begin", lambda self, model: told.append(model))
+    model = lr.build(DPSGD(0.5, **lr.PRIVATE), sampling=lr.SAMPLING)
+    for _ in range(3):
+        model.train_on_batch(lr.X, lr.Y)
+    assert told == [model]
+
+
 def test_the_bound_in_the_geometry_is_one_that_float32_can_square():
     geometry = GeoClip(2, low=1e-20)
     optimizer = DPSGD(0.1, geometry=geometry, **lr.PRIVATE | {"clip_norm": 1e-12})
