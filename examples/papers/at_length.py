@@ -44,7 +44,6 @@ import numpy as np
 import report
 
 import dp_keras_opt as dp
-from dp_keras_opt import accounting
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.optimizers import moments
 from dp_keras_opt.tuning import runs
@@ -340,7 +339,7 @@ def by_rdp(found, experiment):
         for epsilon, each in itertools.product(epsilons, experiment.candidates):
             sampling, steps = task.batches(each).sampling, task.steps_of(each)
             optimizer = runs.optimizer_for(task, each, each.middle(), sampling, epsilon, delta)
-            other = accounting.epsilon(optimizer, sampling, steps, delta, accountant="rdp")
+            other = dp.accounting.epsilon(optimizer, sampling, steps, delta, accountant="rdp")
             said = f"ε = {epsilon:g} here is {other:.3g} by RDP, δ = {delta:.2g}"
             lines.append(f"- {name}, {each.name}: {said}.")
     return "\n\n" + "\n".join(lines)

@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 
 from tests.helpers.examples import imported, rows_of
-from tests.helpers.page_tables import cells, level_with_the_best, mean_and_error, scores
+from tests.helpers.page_tables import (
+    best_of,
+    cells,
+    columns,
+    level_with_the_best,
+    mean_and_error,
+    scores,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how_to" / "choosing.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "docs" / "how_to" / "choosing"
-HIGHER_IS_BETTER = ("tuned-clothes", "tuned-tabular", "tuned-incomes", "tuned-definitions")
 SCREENED, TUNED = (sorted(FOLDER.glob(f"{part}-*.csv")) for part in ("results", "tuned"))
 
 
@@ -37,34 +43,28 @@ def test_there_are_four_kinds_of_task():
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_each_is_tuned_at_each_epsilon_and_the_best_are_bold(path):
-    rows, means = rows_of(path), {}
-    best_of = max if path.stem in HIGHER_IS_BETTER else min
+    rows = rows_of(path)
     for key, values in scores(path).items():
         tried = [r for r in rows if (r["candidate"], float(r["epsilon"])) == key]
         tried = [r for r in tried if r["part"] == "validation"]
         hyperparameters = len(json.loads(tried[0]["values"]))
         assert len(tried) >= 8 * hyperparameters and len(values) == 3, key
-        best = best_of(tried, key=lambda r: float(r["score"]))
+        best = best_of(path)(tried, key=lambda r: float(r["score"]))
         judged = {r["values"] for r in rows if r["part"] == "test"
                   and (r["candidate"], float(r["epsilon"])) == key}  # fmt: skip
         assert judged == {best["values"]}, key
-        means[key] = mean_and_error(values)
     shown = cells(PAGE, path.stem)
-    for epsilon in {e for _, e in means}:
-        column = {key: value for key, value in means.items() if key[1] == epsilon}
+    for epsilon, column in columns(path).items():
         bold = {k for k, cell in shown.items() if k[1] == epsilon and cell.startswith("**")}
-        assert bold == level_with_the_best(column, best_of), epsilon
+        assert bold == level_with_the_best(column, best_of(path)), epsilon
 
 
 def test_how_often_each_leads():
-    leads, columns = collections.Counter(), 0
+    leads, count = collections.Counter(), 0
     for path in TUNED:
-        means = {key: mean_and_error(values) for key, values in scores(path).items()}
-        for epsilon in {e for _, e in means}:
-            column = {key: value for key, value in means.items() if key[1] == epsilon}
-            best = max if path.stem in HIGHER_IS_BETTER else min
-            leads.update(name for name, _ in level_with_the_best(column, best))
-            columns += 1
+        for column in columns(path).values():
+            leads.update(name for name, _ in level_with_the_best(column, best_of(path)))
+            count += 1
     nesterov, average, plain = (
         leads[f"{name}, planned noise{more}"]
         for name, more in (("DPNesterov", ""), ("DPSGD, momentum", ", average"),
@@ -72,7 +72,7 @@ def test_how_often_each_leads():
     )  # fmt: skip
     assert leads.most_common(2)[1][1] == min(nesterov, average)
     assert (
-        f"in {nesterov} of the {columns} columns below, momentum with planned noise and the "
+        f"in {nesterov} of the {count} columns below, momentum with planned noise and the "
         f"average in {average}, the same momentum without the average in {plain}."
     ) in " ".join(PAGE.split())
 

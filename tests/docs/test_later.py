@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
-from tests.helpers.page_tables import cells, level_with_the_best, mean_and_error, scores
+from tests.helpers.page_tables import best_of, cells, columns, level_with_the_best, scores
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "papers")]
@@ -104,20 +104,15 @@ TABLES = [
     for folder in ("how_to/sparse_embeddings", "explanation/geometries")
     for path in sorted((DOCS / folder).glob("*.csv"))
 ]
-HIGHER_IS_BETTER = ("rows-definitions", "others-clothes", "probed-clothes")
 
 
 @pytest.mark.parametrize(("path", "page"), TABLES, ids=lambda path: path.stem)
 def test_the_tables_are_those_of_the_results(path, page):
     """Means of three and their errors; bold is what cannot be told apart from the best."""
-    runs = scores(path)
-    means = {key: mean_and_error(values) for key, values in runs.items()}
-    shown = cells(page.read_text(encoding="utf-8"), path.stem)
-    assert set(shown) == set(means) and all(len(v) == 3 for v in runs.values())
-    best = max if path.stem in HIGHER_IS_BETTER else min
-    for epsilon in {e for _, e in means}:
-        column = {key: value for key, value in means.items() if key[1] == epsilon}
-        level = level_with_the_best(column, best)
+    runs, shown = scores(path), cells(page.read_text(encoding="utf-8"), path.stem)
+    assert set(shown) == set(runs) and all(len(v) == 3 for v in runs.values())
+    for column in columns(path).values():
+        level = level_with_the_best(column, best_of(path))
         for key, (mean, error) in column.items():
             cell = f"{mean:.4f} ± {error:.4f}"
             assert shown[key] == (f"**{cell}**" if key in level else cell), key

@@ -8,6 +8,22 @@ import numpy as np
 
 from tests.helpers.examples import rows_of
 
+#: Tasks of whose scores the higher is the better.
+HIGHER_IS_BETTER = {"clothes", "tabular", "definitions", "incomes"}
+
+
+def best_of(path):
+    """`max` or `min`: which score of the runs in KIND-TASK.csv is the best."""
+    return max if path.stem.split("-")[1] in HIGHER_IS_BETTER else min
+
+
+def columns(path):
+    """ε -> {(candidate, ε): (mean, standard error)} of the runs that judge."""
+    found = collections.defaultdict(dict)
+    for key, values in scores(path).items():
+        found[key[1]][key] = mean_and_error(values)
+    return found
+
 
 def scores(path):
     """(candidate, ε) -> scores of the runs that judge it."""
