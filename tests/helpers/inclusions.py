@@ -6,6 +6,7 @@ what is counted is expected at least 100 times.
 """
 
 import threading
+import types
 
 import numpy as np
 import scipy.stats
@@ -35,8 +36,13 @@ def stream_of(monkeypatch, make, *args, **kwargs):
 
 
 def fix_entropy(monkeypatch, seed):
-    """All that samplers draw without a seed comes from one generator."""
+    """All that samplers draw without a seed comes from one generator; and the seed of an order.
+
+    That seed is the same however often it is asked for: two workers ask in any order, at once.
+    """
     fixed, seeded = np.random.default_rng(seed), samplers.numpy_generator
+    bits = types.SimpleNamespace(token_bytes=lambda count: np.random.default_rng(seed).bytes(count))
+    monkeypatch.setattr(sampled, "secrets", bits)
     for module in (samplers, sampled):
         monkeypatch.setattr(
             module, "numpy_generator", lambda own=None: fixed if own is None else seeded(own)
