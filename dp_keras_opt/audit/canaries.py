@@ -147,7 +147,7 @@ def inclusion_estimates(
         for norm, length, (indices, bound) in zip(norms, lengths, groups, strict=True):
             clip = clip_factor(norm, bound, query)
             used = [i for i in indices if gradients[i] is not None]
-            inner += clip * sum(gradients[i].inner(scale[i] * values[i]) for i in used)
+            inner += clip * sum(gradients[i].along(scale[i] * values[i]) for i in used)
             power += (clip * length) ** 2
         size = optimizer.expected_batch_size
         estimates.append(size * tf.math.divide_no_nan(inner, power))

@@ -211,7 +211,7 @@ def _second_moment_products(directions, gradients, weights):
 
     def product(direction):
         pairs = list(zip(gradients, direction, strict=True))
-        inner = sum((g.inner(v) for g, v in pairs if g is not None), tf.zeros_like(weights))
+        inner = sum((g.along(v) for g, v in pairs if g is not None), tf.zeros_like(weights))
         inner = tf.where(weights > 0, weights * inner, 0.0)  # that of another row may be NaN
         return [tf.zeros_like(v) if g is None else g.weighted_sum(inner) for g, v in pairs]
 

@@ -40,7 +40,8 @@ class Factor(abc.ABC):
 
     def l1_norm(self, scale=None):
         """‖scale ⊙ gradient_b‖₁ for each example b, (B,)."""
-        return _l1(_scaled(self.materialize(), scale))
+        total = _l1(_scaled(self.materialize(), scale))
+        return total + l1_rounding(self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         """What the gradients are sums of, computed otherwise in their norm than in the sum.
@@ -68,7 +69,11 @@ class Factor(abc.ABC):
         weights = tf.reshape(weights, (-1,) + (1,) * (gradients.shape.rank - 1))
         return tf.reduce_sum(tf.square(weights * gradients), axis=0)
 
-    def inner(self, direction):
+    def inner(self, directions):
+        """⟨gradient_b, u_k⟩ for each example b and direction, (B, k); directions (k, *shape)."""
+        return tf.transpose(tf.map_fn(self.along, directions))
+
+    def along(self, direction):
         """⟨gradient_b, direction⟩ for each example b, (B,); `direction` in the variable's shape."""
         gradients = self.materialize()
         axes = gradients.shape.rank - 1
@@ -308,7 +313,14 @@ class OuterProducts(Factor):
         blocks = [tf.reduce_sum(tf.square(weights * g), axis=0) for g in self._blocks(None)]
         return self._as_variable(tf.concat(blocks, axis=1))
 
-    def inner(self, direction):
+    def inner(self, directions):
+        if self._sizes[1] != 1 and self._is_small:
+            self._materialized()  # the numbers of norm and sum; not within the loop
+        return super().inner(directions)
+
+    def along(self, direction):
+        if self._gradients is not None:
+            return super().along(direction)
         # As in `_sizes_of_terms`: what flushed to zero here would be missing from the norm alone.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
         matrix, largest_d = _unit_range(self._as_matrix(direction), (0, 1, 2))
@@ -410,7 +422,7 @@ class Lookup(Factor):
         squares = tf.square(weights[:, None, None] * sums)
         return self._scatter(squares / repeats[..., None])
 
-    def inner(self, direction):
+    def along(self, direction):
         return tf.reduce_sum(tf.gather(direction, self.ids) * self.deltas, axis=(1, 2))
 
     def _scatter(self, values):
@@ -453,9 +465,6 @@ class TiedTable(Factor):
         total = tf.maximum(lookup + products + 2 * self._cross(scale), 0.0)
         return with_rounding(total, self.terms("l2", scale), products=True)
 
-    def l1_norm(self, scale=None):
-        return super().l1_norm(scale) + l1_rounding(self.terms("l1", scale))
-
     def terms(self, norm, scale=None):
         (one, count), (other, more) = (
             use.terms(norm, scale) for use in (self.lookup, self.products)
@@ -480,8 +489,8 @@ class TiedTable(Factor):
     def weighted_sum(self, weights):
         return self.lookup.weighted_sum(weights) + self.products.weighted_sum(weights)
 
-    def inner(self, direction):
-        return self.lookup.inner(direction) + self.products.inner(direction)
+    def along(self, direction):
+        return self.lookup.along(direction) + self.products.along(direction)
 
     def mapped(self, function):
         return TiedTable(self.lookup.mapped(function), self.products.mapped(function))
@@ -511,11 +520,6 @@ class Mapped(Factor):
         gradients = self.inner_factor.materialize()
         total = _l2_squared(_scaled(self.function(gradients), scale))
         return with_rounding(total, self.terms("l2", scale))
-
-    def l1_norm(self, scale=None):
-        gradients = self.inner_factor.materialize()
-        total = _l1(_scaled(self.function(gradients), scale))
-        return total + l1_rounding(self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         """Those before the map: it may take most of them away, and leave their rounding."""

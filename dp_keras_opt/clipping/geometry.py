@@ -18,7 +18,6 @@ from dp_keras_opt.clipping.factors import (
     Lookup,
     Mapped,
     OuterProducts,
-    l1_rounding,
     with_rounding,
 )
 from dp_keras_opt.clipping.precision import in_full
@@ -76,7 +75,7 @@ class LowRank(NamedTuple):
     def seen(self, gradients: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """The factors of M·g for those of g."""
         along, rest = tf.minimum(self.along, 1.0), tf.minimum(self.rest, 1.0)
-        inner = [g and _inner(g, u) for g, u in zip(gradients, self.directions, strict=True)]
+        inner = [g and g.inner(u) for g, u in zip(gradients, self.directions, strict=True)]
         moved = (along - rest) * sum(each for each in inner if each is not None)
         parts = zip(gradients, self.directions, inner, strict=True)
         return [Mixed(g, u, each, moved, rest) for g, u, each in parts]
@@ -127,9 +126,6 @@ class Mixed(Factor):
             total += 2 * self.rest * tf.reduce_sum(self.products * self.moved, axis=1)
         return with_rounding(tf.maximum(total, 0.0), self.terms("l2", scale), products=True)
 
-    def l1_norm(self, scale=None):
-        return super().l1_norm(scale) + l1_rounding(self.terms("l1", scale))
-
     def terms(self, norm, scale=None):
         flat = tf.reshape(self.directions, (self.directions.shape[0], -1))
         lengths = tf.norm(flat, ord=1 if norm == "l1" else 2, axis=1)
@@ -146,13 +142,13 @@ class Mixed(Factor):
             return total
         return total + self.rest * self.inner_factor.weighted_sum(weights)
 
-    def inner(self, direction):
+    def along(self, direction):
         axes = len(self.shape)
         along = in_full(lambda u, d: tf.tensordot(u, d, axes), self.directions, direction)
         total = in_full(tf.linalg.matvec, self.moved, along)
         if self.inner_factor is None:
             return total
-        return total + self.rest * self.inner_factor.inner(direction)
+        return total + self.rest * self.inner_factor.along(direction)
 
     def mapped(self, function):
         inner = self.inner_factor and self.inner_factor.mapped(function)
@@ -181,12 +177,9 @@ class Centred(Factor):
     def squared_norm(self, scale=None):
         centre = self.centre if scale is None else scale * self.centre
         direction = centre if scale is None else scale * centre
-        total = self.inner_factor.squared_norm(scale) - 2 * self.inner_factor.inner(direction)
+        total = self.inner_factor.squared_norm(scale) - 2 * self.inner_factor.along(direction)
         total += tf.reduce_sum(tf.square(centre))
         return with_rounding(tf.maximum(total, 0.0), self.terms("l2", scale), products=True)
-
-    def l1_norm(self, scale=None):
-        return super().l1_norm(scale) + l1_rounding(self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         total, count = self.inner_factor.terms(norm, scale)
@@ -196,8 +189,8 @@ class Centred(Factor):
     def weighted_sum(self, weights):
         return self.inner_factor.weighted_sum(weights) - tf.reduce_sum(weights) * self.centre
 
-    def inner(self, direction):
-        return self.inner_factor.inner(direction) - tf.reduce_sum(self.centre * direction)
+    def along(self, direction):
+        return self.inner_factor.along(direction) - tf.reduce_sum(self.centre * direction)
 
     def mapped(self, function):
         return Centred(self.inner_factor.mapped(function), self.centre)
@@ -258,8 +251,3 @@ def _product(tensor, left, right, shape):
     matrix = matrix if left is None else in_full(tf.matmul, left, matrix)
     matrix = matrix if right is None else in_full(tf.matmul, matrix, right)
     return tf.reshape(matrix, tf.shape(tensor))
-
-
-def _inner(factor, directions):
-    """⟨g_b, u_k⟩, (B, k)."""
-    return tf.transpose(tf.map_fn(factor.inner, directions))

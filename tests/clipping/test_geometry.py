@@ -120,7 +120,24 @@ def test_in_a_scale_and_around_a_centre():
     assert_close(sums[0], clip_and_sum(left, 0.1, scale=scale), rtol=1e-3)
 
 
-@pytest.mark.parametrize("make", [models.dense, models.dense_on_sequence, models.conv2d])
+def wide(inputs, *layers):
+    """A model in which per-example gradients take more room than what was recorded."""
+    hidden = inputs
+    for layer in layers:
+        hidden = layer(hidden)
+    outputs = keras.layers.Dense(3)(keras.layers.Flatten()(hidden))
+    return keras.Model(inputs, outputs), models._features(*inputs.shape[1:]), models._features(3)
+
+
+def wide_dense_on_sequence():
+    return wide(keras.Input((2, 16)), keras.layers.Dense(24, activation="tanh"))
+
+
+def wide_convolution():
+    return wide(keras.Input((4, 12)), keras.layers.Conv1D(24, 3, activation="tanh"))
+
+
+@pytest.mark.parametrize("make", [models.dense, wide_dense_on_sequence, wide_convolution])
 def test_nothing_is_as_large_as_the_batch_times_the_weights(make, monkeypatch):
     model, x, y, *_ = setup(make)
     shapes = [tuple(v.shape) for v in model.trainable_variables]
@@ -250,31 +267,35 @@ def test_one_row_moves_the_sum_by_no_more_than_the_bound(seed, size, far, kind):
     assert np.linalg.norm(with_row - without) <= clip_norm + rounding
 
 
+@pytest.mark.parametrize("positions", [1, 4])
+@pytest.mark.parametrize("units", [1, 20])
 @pytest.mark.parametrize("kind", ["a centre", "a scale", "low rank"])
-def test_what_flushes_to_zero_on_the_way_is_not_missing_from_a_norm(kind):
+def test_what_flushes_to_zero_on_the_way_is_not_missing_from_a_norm(kind, units, positions):
     """Tiny inputs times large deltas, in the inner product with a centre or with directions."""
     features = 16
-    inputs = keras.Input((features,))
-    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    inputs = keras.Input((positions, features))
+    layer = keras.layers.Dense(units, use_bias=False, kernel_initializer="zeros")
     model = keras.Model(inputs, layer(inputs))
-    x = np.full((1, features), 1.3e-38, np.float32)
-    centre, query = np.full((features, 1), 0.5), Query(clip_norm=1.0)
+    x = np.full((1, positions, features), 1.3e-38, np.float32)
+    centre, query = np.full((features, units), 0.5 / units**0.5), Query(clip_norm=1.0)
     if kind == "low rank":  # Most of a row lies along a direction that is shortened the most.
-        x[0, :8], x[0, 8:] = 2e-38, 0.0
-        x[0, 8] = 6e-38
-        basis = np.zeros((1, features, 1))
-        basis[0, :8], basis[0, 8] = -0.25, 0.5**0.5
+        x[..., :8], x[..., 8:] = 2e-38, 0.0
+        x[..., 8] = 6e-38
+        basis = np.zeros((1, features, units))
+        basis[0, :8], basis[0, 8] = -0.25 / units**0.5, (0.5 / units) ** 0.5
         geometry = LowRank([tf.constant(basis, tf.float32)], tf.constant([1e-3]), tf.constant(1.0))
         query = query._replace(geometry=geometry)
     else:
         query = query._replace(centre=[tf.constant(centre, tf.float32)])
         if kind == "a scale":
-            query = query._replace(scale=[tf.ones((features, 1))])
-    lengths = []
-    for weight in (1e38, -1e38):
+            query = query._replace(scale=[tf.ones((features, units))])
+    lengths, by = [], 1e38 / positions / units**0.5
+    for weight in (by, -by):
         found = clipped_sums(
             model, (x, np.zeros((1, 1), np.float32)), [query],
-            per_example_loss=lambda y, y_pred, w, by=weight: by * y_pred[:, 0],
+            per_example_loss=lambda y, y_pred, w, by=weight: (
+                by * tf.reduce_sum(y_pred, axis=(1, 2))
+            ),
         ).sums[0]  # fmt: skip
         lengths.append(np.linalg.norm(flat(found)) / query.clip_norm)
     assert 0.99 < max(lengths) <= 1 + 1e-6

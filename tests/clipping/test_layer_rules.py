@@ -294,11 +294,14 @@ def check_factor(factor, gradients, variable, rtol, overall):
     close(factor.l1_norm(s), np.abs(scale * gradients).sum(each))
     close(factor.weighted_sum(w), np.tensordot(weights, gradients, 1))
     close(factor.weighted_sum_of_squares(w), np.tensordot(weights**2, gradients**2, 1))
-    direction = rng.normal(size=variable.shape)
-    inner = np.tensordot(gradients, direction, direction.ndim)
-    terms = np.abs(gradients * direction).sum(each).max()  # they may cancel
-    actual = factor.inner(tf.constant(direction, tf.float32))
-    np.testing.assert_allclose(np.float64(actual), inner, rtol=0, atol=rtol * terms)
+    for count in (1, 3):
+        directions = rng.normal(size=(count, *variable.shape))
+        actual = np.float64(factor.inner(tf.constant(directions, tf.float32)))
+        assert actual.shape == (ROWS, count)
+        for direction, found in zip(directions, actual.T, strict=True):
+            inner = np.tensordot(gradients, direction, direction.ndim)
+            terms = np.abs(gradients * direction).sum(each).max()  # they may cancel
+            np.testing.assert_allclose(found, inner, rtol=0, atol=rtol * terms)
     kept = factor.keep(tf.constant(keep)).weighted_sum(w)
     close(kept, np.tensordot(weights * keep, gradients, 1))
     close(factor.materialize(), gradients)
