@@ -10,13 +10,14 @@ make it so; `with_rounding` then adds what rounding may have taken (`precision` 
 """
 
 import abc
+import copy
 import functools
 import math
 
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.clipping.precision import in_full, is_coarse, rounding
+from dp_keras_opt.clipping.precision import in_a_row, in_full, in_parts, is_coarse, rounding
 
 #: The smallest float32 number that kernels keep.
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -40,8 +41,7 @@ class Factor(abc.ABC):
 
     def l1_norm(self, scale=None):
         """‖scale ⊙ gradient_b‖₁ for each example b, (B,)."""
-        total = _l1(_scaled(self.materialize(), scale))
-        return total + l1_rounding(self.terms("l1", scale))
+        return raised(_l1(_scaled(self.materialize(), scale)), self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         """What the gradients are sums of, computed otherwise in their norm than in the sum.
@@ -75,9 +75,7 @@ class Factor(abc.ABC):
 
     def along(self, direction):
         """⟨gradient_b, direction⟩ for each example b, (B,); `direction` in the variable's shape."""
-        gradients = self.materialize()
-        axes = gradients.shape.rank - 1
-        return in_full(lambda g, d: tf.tensordot(g, d, axes), gradients, direction)
+        return products_of_rows(as_rows(self.materialize()), as_rows(direction[None]))[:, 0]
 
     @abc.abstractmethod
     def mapped(self, function):
@@ -157,28 +155,29 @@ class OuterProducts(Factor):
         return self.layout, self.order, (groups, inputs, outputs)
 
     def squared_norm(self, scale=None):
-        matrix = None if scale is None else self._as_matrix(scale)
+        matrix = None if scale is None else self.as_matrix(scale)
         groups, positions, inputs, outputs = self._sizes
         if positions == 1:
             return _l2_squared(self._sizes_of_terms("l2", scale))
-        if self._is_small:
+        if self.is_small:
             return _l2_squared(_scaled(self._materialized(), matrix))
         terms = self.terms("l2", scale)
         if positions is not None and matrix is None and self._gram_is_cheaper:
-            return with_rounding(self._gram_norm(), terms, products=True)
+            return with_rounding(self._gram_norm(), terms, in_a_row(inputs) + in_a_row(outputs))
         if positions is not None and matrix is not None and self._pairs_are_cheaper:
-            return with_rounding(self._norm_of_pairs(matrix), terms, products=True)
+            products = in_a_row(inputs) + groups * outputs + positions**2
+            return with_rounding(self._norm_of_pairs(matrix), terms, products)
         total = sum(_l2_squared(block) for block in self._blocks(matrix))
         return with_rounding(total, terms)
 
     def l1_norm(self, scale=None):
-        matrix = None if scale is None else self._as_matrix(scale)
+        matrix = None if scale is None else self.as_matrix(scale)
         if self._sizes[1] == 1:
             return self.terms("l1", scale)[0]
-        if self._is_small:
+        if self.is_small:
             return _l1(_scaled(self._materialized(), matrix))
         total = sum(_l1(block) for block in self._blocks(matrix))
-        return total + l1_rounding(self.terms("l1", scale))
+        return raised(total, self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         sizes = self._sizes_of_terms(norm, scale)
@@ -186,7 +185,7 @@ class OuterProducts(Factor):
 
     def _sizes_of_terms(self, norm, scale):
         """‖S ∘ (a_t ⊗ b_t)‖ for each group and position, (B, G, T)."""
-        matrix = None if scale is None else self._as_matrix(scale)
+        matrix = None if scale is None else self.as_matrix(scale)
         power, root = (tf.abs, tf.identity) if norm == "l1" else (tf.square, tf.sqrt)
         # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
@@ -197,12 +196,14 @@ class OuterProducts(Factor):
             matrix, largest_s = _unit_range(matrix, (0, 1, 2))
             total = tf.reduce_sum(_through(power(a), power(matrix)) * power(b), axis=3)
             # A geometry may weigh most what is least: of each entry, what flushed to zero is less.
-            total += matrix.shape[1] * matrix.shape[2] * 8 * _SMALLEST
+            _, inputs, outputs = matrix.shape
+            total += inputs * outputs * 8 * _SMALLEST
+            total *= 1 + rounding(in_a_row(inputs) + outputs, full=True)
             largest *= largest_s
         return root(total) * largest[..., 0]
 
     @property
-    def _is_small(self):
+    def is_small(self):
         """Whether the per-example gradients take no more room than what was recorded."""
         _, positions, inputs, outputs = self._sizes
         return positions is not None and inputs * outputs <= 2 * positions * (inputs + outputs)
@@ -223,9 +224,10 @@ class OuterProducts(Factor):
     def _gram_norm(self):
         """Σ_ts (a_t·a_s)(b_t·b_s): the squared norm of Σ_t a_t ⊗ b_t, in T² products."""
         a, b, largest = self._terms_in_range()
-        of_pairs = functools.partial(tf.matmul, transpose_b=True)
-        grams = in_full(of_pairs, a, a) * in_full(of_pairs, b, b)
-        norm = tf.sqrt(tf.maximum(tf.reduce_sum(grams, axis=(1, 2, 3)), 0.0))
+        # Of very many pairs, a sum in float32 could lose more than all the products before.
+        grams = [tf.cast(products_of_rows(each, each), tf.float64) for each in (a, b)]
+        total = tf.cast(tf.reduce_sum(grams[0] * grams[1], axis=(1, 2, 3)), tf.float32)
+        norm = tf.sqrt(tf.maximum(total, 0.0))
         return tf.square(norm * largest[:, 0, 0, 0])
 
     @property
@@ -268,7 +270,7 @@ class OuterProducts(Factor):
             self._gradients = _over_positions(self.inputs, self.deltas)
         return self._gradients
 
-    def _as_matrix(self, tensor):
+    def as_matrix(self, tensor):
         """A tensor in the variable's shape as (G, I, O); `_as_variable` goes back."""
         groups, _, inputs, outputs = self._sizes
         if not self._is_in_order:
@@ -294,11 +296,14 @@ class OuterProducts(Factor):
     def weighted_sum(self, weights):
         if self._gradients is not None:
             return self._as_variable(_combined(weights, self._gradients))
-        weighted = _finite(self.deltas * weights[:, None, None, None])
+        # A weight could make the deltas of one term vanish, or overflow, and not of that which the
+        # term has to cancel with: only terms in the same units go to zero alike.
+        inputs, largest = _unit_range(self.inputs, 3)
+        weighted = _finite(largest * self.deltas * weights[:, None, None, None])
         if self._sizes[0] == 1:
-            inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (self.inputs, weighted))
+            inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (inputs, weighted))
             return self._as_variable(tf.matmul(inputs, deltas, transpose_a=True))
-        return self._as_variable(tf.einsum("bgti,bgto->gio", self.inputs, weighted))
+        return self._as_variable(tf.einsum("bgti,bgto->gio", inputs, weighted))
 
     def weighted_sum_of_squares(self, weights):
         weights = weights[:, None, None, None]
@@ -314,7 +319,7 @@ class OuterProducts(Factor):
         return self._as_variable(tf.concat(blocks, axis=1))
 
     def inner(self, directions):
-        if self._sizes[1] != 1 and self._is_small:
+        if self._sizes[1] != 1 and self.is_small:
             self._materialized()  # the numbers of norm and sum; not within the loop
         return super().inner(directions)
 
@@ -323,7 +328,7 @@ class OuterProducts(Factor):
             return super().along(direction)
         # As in `_sizes_of_terms`: what flushed to zero here would be missing from the norm alone.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
-        matrix, largest_d = _unit_range(self._as_matrix(direction), (0, 1, 2))
+        matrix, largest_d = _unit_range(self.as_matrix(direction), (0, 1, 2))
         products = tf.reduce_sum(_through(a, matrix) * b, axis=3)
         products *= (largest_a * largest_b)[..., 0]
         return tf.reduce_sum(products, axis=(1, 2)) * tf.reshape(largest_d, ())
@@ -359,8 +364,10 @@ class Lookup(Factor):
     """
 
     def __init__(self, ids, deltas, shape, distinct=False):
-        self.ids = ids
-        self.deltas = tf.cast(deltas, tf.float32)
+        # Of a row that there is not, XLA takes the last where it reads, and none where it adds.
+        inside = (ids >= 0) & (ids < shape[0])
+        self.ids = tf.where(inside, ids, 0)
+        self.deltas = tf.where(inside[..., None], tf.cast(deltas, tf.float32), 0.0)
         self.shape = tuple(shape)
         self.distinct = distinct or ids.shape[1] == 1
 
@@ -378,7 +385,7 @@ class Lookup(Factor):
             return _l1(self.deltas * scales)
         sums, repeats = self._sums()
         total = tf.reduce_sum(tf.abs(sums * scales) / repeats[..., None], axis=(1, 2))
-        return total + l1_rounding(self.terms("l1", scale))
+        return raised(total, self.terms("l1", scale))
 
     def terms(self, norm, scale=None):
         deltas = self.deltas if scale is None else self.deltas * tf.gather(scale, self.ids)
@@ -397,9 +404,8 @@ class Lookup(Factor):
         return self._scatter(self.deltas * weights[:, None, None])
 
     def places(self):
-        """Which positions have a gradient, of a row that there is, (B, T)."""
-        inside = (self.ids >= 0) & (self.ids < self.shape[0])
-        return inside & tf.reduce_any(self.deltas != 0, axis=2)
+        """Which positions have a gradient, (B, T)."""
+        return tf.reduce_any(self.deltas != 0, axis=2)
 
     def first_places(self):
         """For each row that an example touches, the first of its `places`; (B, T)."""
@@ -423,7 +429,8 @@ class Lookup(Factor):
         return self._scatter(squares / repeats[..., None])
 
     def along(self, direction):
-        return tf.reduce_sum(tf.gather(direction, self.ids) * self.deltas, axis=(1, 2))
+        products = tf.cast(tf.gather(direction, self.ids) * self.deltas, tf.float64)
+        return tf.cast(tf.reduce_sum(products, axis=(1, 2)), tf.float32)
 
     def _scatter(self, values):
         values = tf.reshape(values, (-1, self.shape[1]))
@@ -463,7 +470,7 @@ class TiedTable(Factor):
     def squared_norm(self, scale=None):
         lookup, products = self.lookup.squared_norm(scale), self.products.squared_norm(scale)
         total = tf.maximum(lookup + products + 2 * self._cross(scale), 0.0)
-        return with_rounding(total, self.terms("l2", scale), products=True)
+        return with_rounding(total, self.terms("l2", scale), in_a_row(self.shape[1]))
 
     def terms(self, norm, scale=None):
         (one, count), (other, more) = (
@@ -476,14 +483,13 @@ class TiedTable(Factor):
         ids, looked_up, deltas = self.lookup.ids, self.lookup.deltas, self.products.deltas[:, 0]
         # (B, T, looked up)
         at_ids = tf.gather(self.products.inputs[:, 0], ids, axis=2, batch_dims=1)
-        product = functools.partial(tf.matmul, transpose_b=True)
-        if scale is not None:  # its square leaves the range of float32
-            looked_up, deltas, at_ids, scale = (
-                tf.cast(part, tf.float64) for part in (looked_up, deltas, at_ids, scale)
-            )
-            products = product(deltas, looked_up * tf.square(tf.gather(scale, ids)))
-        else:
-            products = in_full(product, deltas, looked_up)
+        # Three small and large numbers, or five, whose products leave the range of float32.
+        looked_up, deltas, at_ids = (
+            tf.cast(part, tf.float64) for part in (looked_up, deltas, at_ids)
+        )
+        if scale is not None:
+            looked_up *= tf.square(tf.gather(tf.cast(scale, tf.float64), ids))
+        products = tf.matmul(deltas, looked_up, transpose_b=True)
         return tf.cast(tf.reduce_sum(at_ids * products, axis=(1, 2)), tf.float32)
 
     def weighted_sum(self, weights):
@@ -535,13 +541,19 @@ class Mapped(Factor):
         return self.function(self.inner_factor.weighted_sum(weights))
 
     def mapped(self, function):
-        return Mapped(self.inner_factor.mapped(function), self.function, self.stretch)
+        return self._of(self.inner_factor.mapped(function))
 
     def materialize(self):
         return self.function(self.inner_factor.materialize())
 
     def grouped(self, size):
-        return Mapped(self.inner_factor.grouped(size), self.function, self.stretch)
+        return self._of(self.inner_factor.grouped(size))
+
+    def _of(self, inner):
+        """The same map of another factor."""
+        other = copy.copy(self)
+        other.inner_factor = inner
+        return other
 
 
 def joined(one, other):
@@ -590,8 +602,19 @@ def _scaled(gradients, scale):
 def _through(inputs, matrix):
     """(B, G, T, I) times (G, I, O) as one product of matrices a group, without broadcasting."""
     if matrix.shape[0] == 1:
-        return in_full(lambda a, b: tf.tensordot(a, b, 1), inputs, matrix[0])
-    return in_full(functools.partial(tf.einsum, "bgti,gio->bgto"), inputs, matrix)
+        return in_parts(lambda a, b: tf.tensordot(a, b, 1), inputs, matrix[0], axis=(3, 0))
+    product = functools.partial(tf.einsum, "bgti,gio->bgto")
+    return in_parts(product, inputs, matrix, axis=(3, 1))
+
+
+def as_rows(tensor):
+    """Tensors (n, *shape) as the rows of a matrix."""
+    return tf.reshape(tensor, (sizes_of(tensor)[0], math.prod(tensor.shape[1:])))
+
+
+def products_of_rows(one, other):
+    """Of matrices: each row of one by each row of the other."""
+    return in_parts(functools.partial(tf.matmul, transpose_b=True), one, other, axis=(-1, -1))
 
 
 def _over_positions(inputs, deltas):
@@ -613,23 +636,26 @@ def _unit_range(tensor, axis):
     return tf.math.divide_no_nan(tensor, largest), largest
 
 
-def with_rounding(squared_norm, terms, products=False):
+def with_rounding(squared_norm, terms, products=None):
     """The squared norm of a sum of `terms` (as `Factor.terms` gives them), made safe.
 
-    Rounding moves the sum, which is computed and released elsewhere, by at most ρ·Σ terms; and the
-    squared norm, where it was found from products of terms, by at most ρ(Σ terms)². The norm is
-    raised by that, which can only clip more.
+    Where it was found from products of terms, rounding moved it by at most ρ(Σ terms)²: of as many
+    `products` as are added one after another. It is raised by that, and as in `raised`.
+    """
+    if products is not None:
+        squared_norm += rounding(products, full=True) * tf.square(terms[0])
+    return tf.square(raised(tf.sqrt(squared_norm), terms))
+
+
+def raised(norm, terms):
+    """The norm of a sum of `terms`, found from its entries, made safe: it can only clip more.
+
+    Rounding moves these, and the sum, which is computed and released elsewhere, by at most ρ·Σ
+    terms. And the norm is no less than 2⁻⁸·Σ terms: the contributions of others, to which terms
+    that cancel are added in between, would be rounded in units of them.
     """
     total, count = terms
-    if products:
-        squared_norm += rounding(count, full=True) * tf.square(total)
-    return tf.square(tf.sqrt(squared_norm) + rounding(count) * total)
-
-
-def l1_rounding(terms):
-    """What rounding may take from an L1 norm, (B,)."""
-    total, count = terms
-    return rounding(count) * total
+    return tf.maximum(norm + 2 * rounding(count) * total, 2.0**-8 * total)
 
 
 def zeroing(valid):

@@ -18,9 +18,11 @@ from dp_keras_opt.clipping.factors import (
     Lookup,
     Mapped,
     OuterProducts,
+    as_rows,
+    products_of_rows,
     with_rounding,
 )
-from dp_keras_opt.clipping.precision import in_full
+from dp_keras_opt.clipping.precision import in_a_row, in_full
 
 
 class Kronecker(NamedTuple):
@@ -118,16 +120,16 @@ class Mixed(Factor):
         self.shape = tuple(directions.shape[1:])
 
     def squared_norm(self, scale=None):
-        flat = tf.reshape(self.directions, (self.directions.shape[0], -1))
-        grams = in_full(lambda a, b: tf.matmul(a, b, transpose_b=True), flat, flat)
+        flat = as_rows(self.directions)
+        grams = products_of_rows(flat, flat)
         total = tf.reduce_sum(in_full(tf.matmul, self.moved, grams) * self.moved, axis=1)
         if self.inner_factor is not None:
             total += self.rest**2 * self.inner_factor.squared_norm()
             total += 2 * self.rest * tf.reduce_sum(self.products * self.moved, axis=1)
-        return with_rounding(tf.maximum(total, 0.0), self.terms("l2", scale), products=True)
+        return _raised(self, total, scale)
 
     def terms(self, norm, scale=None):
-        flat = tf.reshape(self.directions, (self.directions.shape[0], -1))
+        flat = as_rows(self.directions)
         lengths = tf.norm(flat, ord=1 if norm == "l1" else 2, axis=1)
         total, count = tf.linalg.matvec(tf.abs(self.moved), lengths), self.directions.shape[0]
         if self.inner_factor is None:
@@ -143,9 +145,8 @@ class Mixed(Factor):
         return total + self.rest * self.inner_factor.weighted_sum(weights)
 
     def along(self, direction):
-        axes = len(self.shape)
-        along = in_full(lambda u, d: tf.tensordot(u, d, axes), self.directions, direction)
-        total = in_full(tf.linalg.matvec, self.moved, along)
+        along = products_of_rows(as_rows(direction[None]), as_rows(self.directions))
+        total = products_of_rows(self.moved, along)[:, 0]
         if self.inner_factor is None:
             return total
         return total + self.rest * self.inner_factor.along(direction)
@@ -179,7 +180,7 @@ class Centred(Factor):
         direction = centre if scale is None else scale * centre
         total = self.inner_factor.squared_norm(scale) - 2 * self.inner_factor.along(direction)
         total += tf.reduce_sum(tf.square(centre))
-        return with_rounding(tf.maximum(total, 0.0), self.terms("l2", scale), products=True)
+        return _raised(self, total, scale)
 
     def terms(self, norm, scale=None):
         total, count = self.inner_factor.terms(norm, scale)
@@ -197,6 +198,13 @@ class Centred(Factor):
 
     def materialize(self):
         return self.inner_factor.materialize() - self.centre
+
+
+def _raised(factor, squared_norm, scale):
+    """A squared norm that was found from inner products with the gradients, made safe."""
+    terms, sizes = factor.terms("l2", scale), factor.shape or (1,)
+    products = in_a_row(math.prod(sizes)) + sizes[-1] + 2 * terms[1]
+    return with_rounding(tf.maximum(squared_norm, 0.0), terms, products)
 
 
 def seen_by(query, gradients, variables, rows):

@@ -16,8 +16,16 @@ import tensorflow as tf
 from keras import layers
 
 from dp_keras_opt._keras import broadcast_by_row, can_broadcast, is_rematerialized
-from dp_keras_opt.clipping.factors import DenseGradients, Lookup, Mapped, OuterProducts, sizes_of
+from dp_keras_opt.clipping.factors import (
+    DenseGradients,
+    Lookup,
+    Mapped,
+    OuterProducts,
+    sizes_of,
+    with_rounding,
+)
 from dp_keras_opt.clipping.patches import channels_last, convolution_patches, depthwise_gradients
+from dp_keras_opt.clipping.precision import in_a_row, in_parts, rounding
 from dp_keras_opt.layers import StandardizedConv2D
 
 _RULES = {}
@@ -357,11 +365,55 @@ def standardized_convolution(layer, deltas, inputs):
     """A convolution, whose kernel is standardized: its gradient through that."""
     for variable, factor in convolution(layer, deltas, inputs):
         if variable is layer.kernel:
-            kernel = tf.convert_to_tensor(variable)  # now: the map may be used when it has moved
-            _, deviation = layer.standardized(kernel)
-            through = functools.partial(layer.gradient_of_kernel, kernel=kernel)
-            factor = Mapped(factor, through, 1.0 / deviation)
+            factor = Standardized(factor, layer)
         yield variable, factor
+
+
+class Standardized(Mapped):
+    """The gradients of a kernel before its standardization, from those behind it.
+
+    Of that of a filter, g, over its deviation σ, the parts along 1 and along the standardized
+    filter ŵ are taken away. With n weights, m = mean(ŵ), which is 0 but for rounding, p = mean(ŵ²)
+    and the sums of products s = Σg/√n and v = ⟨g, ŵ⟩/√n, the squared norm is
+
+        (‖g‖² − s² − (2 − p)v² + 2m s v)/σ².
+    """
+
+    def __init__(self, inner, layer):
+        kernel = tf.convert_to_tensor(layer.kernel)  # now: the map may be used when it has moved
+        self.standardized, self.deviation = layer.standardized(kernel)
+        through = functools.partial(layer.gradient_of_kernel, kernel=kernel)
+        super().__init__(inner, through, 1.0 / self.deviation)
+
+    def squared_norm(self, scale=None):
+        inner = self.inner_factor
+        if scale is not None or inner.is_small:
+            return super().squared_norm(scale)
+        filters = inner.as_matrix(self.standardized)  # (G, n, O)
+        deviation = inner.as_matrix(tf.broadcast_to(self.deviation, inner.shape))[:, :1]
+        deltas, n = inner.deltas / deviation, filters.shape[1]
+        whole = OuterProducts(inner.inputs, deltas, inner.shape, inner.layout, inner.order)
+
+        def summed(products):  # (B, G, O), of (B, G, T, O or 1)
+            return tf.reduce_sum(products * deltas, axis=2)
+
+        product = functools.partial(tf.einsum, "bgti,gio->bgto")
+        along = tf.concat([filters, tf.ones_like(filters[..., :1])], axis=2) / n**0.5
+        products = in_parts(product, inner.inputs, along, axis=(3, 1))
+        own, ones = summed(products[..., :-1]), summed(products[..., -1:])
+        mean, power = (tf.reduce_mean(each, axis=1) for each in (filters, tf.square(filters)))
+        away = tf.square(ones) + (2 - power) * tf.square(own) - 2 * mean * ones * own
+        away = tf.reduce_sum(away, axis=(1, 2))
+        away = tf.where(tf.math.is_finite(away), away, 0.0)  # what is not taken away is bounded
+        # s and v are off by ρ Σ terms at most, and no larger than the gradient is long: squares by
+        # twice the product of both, of which 1, 2 - p ≤ 2 and what m leaves make less than five.
+        (total, count), before = whole.terms("l2"), whole.squared_norm()
+        left = tf.maximum(before - away, 0.0)
+        left += 10 * rounding(in_a_row(n) + count, full=True) * total * tf.sqrt(before)
+        return with_rounding(left, (total, count))
+
+    def along(self, direction):
+        return self.inner_factor.along(self.function(direction))  # the map is symmetric
 
 
 @rule(

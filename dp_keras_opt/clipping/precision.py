@@ -6,12 +6,15 @@ example contributes is
 
     w · Σ_t a_t ⊗ b_t,    w ≤ C / ‖Σ_t a_t ⊗ b_t‖,
 
-off by ρ · w · Σ_t ‖a_t‖ ‖b_t‖ at most, where ρ is `rounding`. Three things keep it within C:
+off by ρ · w · Σ_t ‖a_t‖ ‖b_t‖ at most, where ρ is `rounding`. Four things keep it within C:
 
 - The norm that w is found from is raised by ρ Σ_t ‖a_t‖ ‖b_t‖ (`factors`), and by ρ of itself for
   the product with w (`clip_factor`).
 - The norm is computed `in_full`, from factors in two parts that TF32 holds: a squared norm from
   products would otherwise be off by ρ (Σ_t ‖a_t‖ ‖b_t‖)², and the norm by the root of that.
+- A kernel may add products one after another, each time half a bit off in the same direction: what
+  somebody who knows the order can bring about. So `in_parts` takes a long sum as several, and ρ
+  counts all of a part.
 - Nothing may round more: `tensorflow_settings` refuses it.
 
 Half precision needs no more. A norm and a sum are taken of the same recorded numbers, which float32
@@ -23,8 +26,11 @@ import tensorflow as tf
 #: What a product of two factors in TF32 loses of itself, at most.
 _TF32 = 2.0**-9
 
-#: What a product in two parts loses: three terms of 2⁻²⁰ each (see `in_full`).
-_IN_PARTS = 2.0**-18
+#: What a product of two parts each loses: three terms of 2⁻²⁰ each (see `in_full`).
+_IN_TWO = 2.0**-18
+
+#: Products that are added at once are in parts of so many, or in `_PARTS`, if these are longer.
+_PART, _PARTS = 256, 32
 
 #: The bits of a float32 number that TF32 has, too.
 _KEPT = ~0x1FFF
@@ -42,14 +48,41 @@ def rounding(terms=1, full=False):
     """Bound on the error of a float32 sum of products, relative to the sum of their magnitudes.
 
     Args:
-        terms: how many products, a number or a scalar tensor. One after another they could lose up
-            to half a bit each, but no kernel keeps a single sum for long.
+        terms: how many products, a number or a scalar tensor: each may lose half a bit.
         full: whether of products `in_full`.
     """
     one = 2.0**-21
     if is_coarse():
-        one = _IN_PARTS if full else _TF32 + _IN_PARTS
-    return one + 2.0**-27 * (tf.cast(terms, tf.float32) if tf.is_tensor(terms) else terms)
+        one = _IN_TWO if full else _TF32 + _IN_TWO
+    return one + 2.0**-24 * (tf.cast(terms, tf.float32) if tf.is_tensor(terms) else terms)
+
+
+def in_parts(product, one, other, axis):
+    """`product`, which sums over an axis of two tensors, `in_full`, as a sum of shorter ones.
+
+    Args:
+        product: bilinear.
+        one, other: tensors of float32.
+        axis: of each, the one that is summed over; of a static size.
+    """
+    size = one.shape[axis[0]]
+    length = _length(size)
+    if length == size:
+        return in_full(product, one, other)
+    ends = range(length, size, length)
+    lengths = [length] * len(ends) + [size - length * len(ends)]
+    parts = zip(tf.split(one, lengths, axis[0]), tf.split(other, lengths, axis[1]), strict=True)
+    return sum(in_full(product, *part) for part in parts)
+
+
+def in_a_row(size):
+    """How many roundings, one after another, a sum of so many products has `in_parts`."""
+    length = _length(size)
+    return length + -(-size // length)
+
+
+def _length(size):
+    return min(size, max(_PART, -(-size // _PARTS)))
 
 
 def in_full(product, one, other):

@@ -13,7 +13,8 @@ import tensorflow as tf
 import dp_keras_opt as dp
 from dp_keras_opt.clipping import Query, clipped_sums, factors, precision
 from dp_keras_opt.clipping.clipped_sum import clip_factor
-from dp_keras_opt.clipping.factors import DenseGradients, Lookup, Mapped, OuterProducts, TiedTable
+from dp_keras_opt.clipping.factors import DenseGradients, Lookup, OuterProducts, TiedTable
+from dp_keras_opt.clipping.layer_rules import Standardized
 from tests.clipping.test_layer_rules import CANCELLING, norm_of, taking
 from tests.helpers.coarse import a_gpu, cut_off, nearest, tf32
 
@@ -69,10 +70,9 @@ def tied(rounded):
 def standardized(rounded):
     layer = dp.layers.StandardizedConv2D(OUTPUTS, 3)
     layer.build((None, 5, 5, 3))
-    _, deviation = layer.standardized(layer.kernel)
     inner = products(rounded)
     inner = OuterProducts(inner.inputs, inner.deltas, layer.kernel.shape)
-    return Mapped(inner, layer.gradient_of_kernel, 1 / deviation)
+    return Standardized(inner, layer)
 
 
 def one_position(rounded):
@@ -94,7 +94,8 @@ FACTORS = {
     "small": (products, "small"),
     "looked up": (looked_up, "as chosen"),
     "tied": (tied, "as chosen"),
-    "standardized": (standardized, "as chosen"),
+    "standardized": (standardized, "gram"),
+    "standardized, written down": (standardized, "small"),
     "one position": (one_position, "as chosen"),
     "written down": (written_down, "as chosen"),
 }
@@ -134,8 +135,8 @@ def test_no_factor_exceeds_the_bound(name, scaled, norm, rounded):
         ("looked up", "l2", True, (cut_off, nearest)),
         ("looked up", "l1", False, (cut_off, nearest)),
         ("tied", "l2", False, (nearest,)),
-        ("standardized", "l2", False, (cut_off, nearest)),
-        ("standardized", "l1", True, (cut_off, nearest)),
+        ("standardized, written down", "l2", False, (cut_off, nearest)),
+        ("standardized, written down", "l1", True, (cut_off, nearest)),
         ("one position", "l2", False, (nearest,)),
         ("written down", "l2", False, (nearest,)),
     ],
