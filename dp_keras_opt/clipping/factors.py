@@ -189,7 +189,7 @@ class OuterProducts(Factor):
         power, root = (tf.abs, tf.identity) if norm == "l1" else (tf.square, tf.sqrt)
         # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
-        largest = largest_a * largest_b
+        largest = _first(largest_a, largest_b)
         if matrix is None:
             total = tf.reduce_sum(power(a), axis=3) * tf.reduce_sum(power(b), axis=3)
         else:
@@ -299,7 +299,7 @@ class OuterProducts(Factor):
         # A weight could make the deltas of one term vanish, or overflow, and not of that which the
         # term has to cancel with: only terms in the same units go to zero alike.
         inputs, largest = _unit_range(self.inputs, 3)
-        weighted = _finite(largest * self.deltas * weights[:, None, None, None])
+        weighted = _finite(_first(largest, self.deltas) * weights[:, None, None, None])
         if self._sizes[0] == 1:
             inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (inputs, weighted))
             return self._as_variable(tf.matmul(inputs, deltas, transpose_a=True))
@@ -312,7 +312,7 @@ class OuterProducts(Factor):
             return self._as_variable(tf.reduce_sum(squares, axis=0))
         if self._sizes[:2] == (1, 1):
             a, largest = _unit_range(self.inputs, 3)
-            b = _finite(weights * (largest * self.deltas))
+            b = _finite(_first(largest, self.deltas) * weights)
             squares = tf.square(a[:, 0, 0]), tf.square(b[:, 0, 0])
             return self._as_variable(tf.matmul(*squares, transpose_a=True))
         blocks = [tf.reduce_sum(tf.square(weights * g), axis=0) for g in self._blocks(None)]
@@ -630,6 +630,15 @@ def _finite(weighted):
     return tf.clip_by_value(weighted, tf.float32.min, tf.float32.max)
 
 
+def _first(one, other):
+    """Their product, before any other number comes in.
+
+    Graphs are rewritten so that what is smallest is multiplied first, whatever flushes to zero; not
+    beyond another operation.
+    """
+    return _finite(one * other)
+
+
 def _unit_range(tensor, axis):
     """A tensor over its largest entry along `axis`, and that entry."""
     largest = tf.reduce_max(tf.abs(tensor), axis=axis, keepdims=True)
@@ -650,12 +659,13 @@ def with_rounding(squared_norm, terms, products=None):
 def raised(norm, terms):
     """The norm of a sum of `terms`, found from its entries, made safe: it can only clip more.
 
-    Rounding moves these, and the sum, which is computed and released elsewhere, by at most ρ·Σ
-    terms. And the norm is no less than 2⁻⁸·Σ terms: the contributions of others, to which terms
+    Rounding moves these, and the sum, which is computed and released elsewhere, each by at most
+    ρ·Σ terms. And the norm is no less than 2⁻⁸·Σ terms: the contributions of others, to which terms
     that cancel are added in between, would be rounded in units of them.
     """
     total, count = terms
-    return tf.maximum(norm + 2 * rounding(count) * total, 2.0**-8 * total)
+    both = rounding(count) + rounding(count, full=True)
+    return tf.maximum(norm + both * total, 2.0**-8 * total)
 
 
 def zeroing(valid):
