@@ -300,6 +300,20 @@ def set_mask(tensor: Any, mask: Any) -> None:
     tensor._keras_mask = mask
 
 
+def rows_with_attached(tensor: Any, rows_of: Any) -> Any:
+    """Rows of a tensor, with those of what Keras attached to it: a mask, the logits of a softmax.
+
+    Args:
+        tensor: of one row for each example.
+        rows_of: function that takes the rows of any such tensor.
+    """
+    rows = rows_of(tensor)
+    for name in ("_keras_mask", "_keras_logits"):
+        if getattr(tensor, name, None) is not None:
+            setattr(rows, name, rows_of(getattr(tensor, name)))
+    return rows
+
+
 def compiled_loss(model: keras.Model) -> Any:
     """The container of losses that `compile` made, None without a loss."""
     return model._compile_loss

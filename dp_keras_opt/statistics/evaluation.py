@@ -328,15 +328,8 @@ def _losses_and_outputs(model, x, y):
 
 
 def _rows_of(structure, part):
-    """Rows of tensors, with those of their masks."""
-
-    def taken(tensor):
-        rows, mask = tensor[part], _keras.mask_of(tensor)
-        if mask is not None:
-            _keras.set_mask(rows, mask[part])
-        return rows
-
-    return map_leaves(taken, structure)
+    """Rows of tensors, with what belongs to them."""
+    return map_leaves(lambda t: _keras.rows_with_attached(t, lambda each: each[part]), structure)
 
 
 def _agree(whole, alone, part):

@@ -224,6 +224,24 @@ def test_random_layers_are_no_mixing(built):
     assert model.ledger.steps == N // B
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "units, activation, loss",
+    [(1, "sigmoid", "binary_crossentropy"), (3, "softmax", "sparse_categorical_crossentropy")],
+)
+def test_probabilities_that_saturate_are_no_mixing(units, activation, loss, seed):
+    """Of whole numbers as tables have them, with Dropout: a loss is of the logits of its row."""
+    keras.utils.set_random_seed(seed)
+    rng = np.random.default_rng(seed)
+    x, y = rng.integers(0, 90, (40, 8)), rng.integers(0, max(2, units), 40)
+    stack = layers.Dense(32, activation="relu"), layers.Dropout(0.2)
+    model = _model(*stack, layers.Dense(units, activation=activation), shape=(8,))
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=0.5, noise_multiplier=1.0, batch_size=20)
+    model.compile(optimizer, loss)
+    model.fit(x, y if units > 1 else np.float32(y), verbose=0)
+    assert model.ledger.steps == 2
+
+
 def test_the_check_leaves_the_model_as_it_was():
     model = _compile(_model(layers.Dropout(0.5), layers.Dense(1)))
     before = model.get_weights()

@@ -5,6 +5,7 @@ A test and not a proof: mixing that no synthetic batch provokes is not seen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt._keras import mask_of, set_mask
+from dp_keras_opt._keras import rows_with_attached
 from dp_keras_opt.clipping.batch import Batch, map_leaves
 from dp_keras_opt.clipping.observed import NotPerExample
 from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN, Passes, agree
@@ -123,18 +124,16 @@ def check_loss_alone(
     first = losses(given)
     for row in (0, len(first) - 1):
         for number in copies:
-            alone = losses(map_leaves(lambda t, i=row, n=number: _copies(t, i, n), given))
+            copied = functools.partial(_copies, row=row, number=number)
+            alone = losses(map_leaves(copied, given))
             expected = np.repeat(first[row : row + 1], number, axis=0)
             if not _equal(expected, alone, 1e-5 * _usual(first)):
                 _refuse(objective, f"{_FIX} {_NEGATIVES}")
 
 
 def _copies(tensor, row, number):
-    """A tensor of copies of one row, with its mask."""
-    copied = tf.repeat(tensor[row : row + 1], number, axis=0)
-    if mask_of(tensor) is not None:
-        set_mask(copied, _copies(mask_of(tensor), row, number))
-    return copied
+    """A tensor of copies of one row, with what belongs to them."""
+    return rows_with_attached(tensor, lambda t: tf.repeat(t[row : row + 1], number, axis=0))
 
 
 def check_independent_gradients(
