@@ -138,7 +138,10 @@ class PrivacyReport(keras.callbacks.Callback):
             ValueError: no training has begun.
         """
         if self.model is None:
-            raise ValueError("There is nothing to state yet: pass the report to fit first.")
+            raise ValueError(
+                "There is nothing to state yet: pass the report to fit first; of a model that was "
+                "trained before, and loaded, call report.set_model(model)."
+            )
         return self.model.statement(self.delta, self.accountant, group_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 import warnings
@@ -130,6 +131,8 @@ class DPModel(keras.Model):
     @sampling.setter
     def sampling(self, sampling: Sampling) -> None:
         _keras.check_is_compiled(self, "sampling")
+        if isinstance(sampling, Sampling):
+            sampling = dataclasses.replace(sampling, is_stated=True)
         self._guard.sample_as(self, sampling)
 
     @property

@@ -159,6 +159,7 @@ class Ledger:
         selection: RandomRepetitions | None = None,
         plan: Plan | None = None,
         filter: FilterBudget | None = None,
+        conditions: Sequence[str] = (),
     ) -> None:
         """Starts a new segment, to which the next steps belong.
 
@@ -172,6 +173,8 @@ class Ledger:
             selection: None, or the `RandomRepetitions` of which this run was the best.
             plan: None, or the `Plan` that its noise was found for.
             filter: None, or `Budget.filter`, of a budget that is kept by a privacy filter.
+            conditions: names of what the guarantee rests on besides: "noise seed", "batch seed",
+                "stated sampling". The statement says what they mean.
 
         Raises:
             ValueError: an argument is of the wrong type; the filter is not that of the steps
@@ -191,6 +194,7 @@ class Ledger:
             plan=plan,
             filter=filter and filter.after(_steps(self.of_data_set())),
             after=tuple(sorted(s.state for s in self.segments if s.planned_steps > s.steps > 0)),
+            conditions=tuple(conditions),
         )
         _check_accountable(segment, self.of_data_set(segment.data_set))
         self.close()

@@ -18,7 +18,7 @@ from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.groups import group_epsilon
 from dp_keras_opt.accounting.privacy_filters import FilterBudget, is_lost, kept_filter
 from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of, whom
-from dp_keras_opt.accounting.segment import TRAINING
+from dp_keras_opt.accounting.segment import CONDITIONS, TRAINING
 from dp_keras_opt.checks import whole_number
 
 _NEIGHBOURS = {
@@ -33,7 +33,10 @@ _ACCOUNTANTS = {
     "pure": "sums of pure epsilons",
 }
 
-_NOTHING = "No training step was taken: nothing was released."
+_NOTHING = (
+    "No step is in this ledger: as far as it knows, nothing was released. What the weights were "
+    "trained on before, or copied from, it does not know."
+)
 
 _OPTIMISTIC = (
     "Of several such scores the best is optimistic, as is that of a model that was chosen by them: "
@@ -78,7 +81,8 @@ def statement(ledger, delta, accountant="auto", group_size=1, notes=()):
     segments = [segment for segment in ledger.segments if segment.steps]
     if not segments:
         check_delta(delta, segments, accountant)
-        return "\n\n".join(["Privacy statement", _NOTHING, *notes]) + "\n"
+        paragraphs = ["Privacy statement", textwrap.fill(_NOTHING, 80), *notes]
+        return "\n\n".join(paragraphs) + "\n"
 
     found = claims(ledger, delta, accountant)
     for segment in segments:
@@ -87,6 +91,7 @@ def statement(ledger, delta, accountant="auto", group_size=1, notes=()):
         "Privacy statement",
         *(text for claim in found for text in _claimed(claim, delta)),
         *_apart(found),
+        *map(CONDITIONS.get, conditions(segments)),
         *_public(segments),
         _protected(segments),
         *_parts(segments),
@@ -132,6 +137,11 @@ def claims(ledger, delta, accountant="auto"):
     """The `Claim`s that `statement` puts into words; none where no step was taken."""
     segments = [segment for segment in ledger.segments if segment.steps]
     return [_claim(group, delta, accountant) for group in composable(segments)]
+
+
+def conditions(segments):
+    """The names of the `CONDITIONS` of any of these segments, in their order."""
+    return [name for name in CONDITIONS if any(name in each.conditions for each in segments)]
 
 
 def not_covered(found):
@@ -258,10 +268,12 @@ def _guarantee(claim, delta):
             if release.multiplier == 0 and not release.is_public
         )
     heuristic = " (HEURISTIC, not proven: see the sampling below)"
+    seeds = [name for name in conditions(claim.segments) if name.endswith("seed")]
+    secret = f" against those who do not know the {' or the '.join(seeds)}" if seeds else ""
     return (
         f"Guarantee: differential privacy for one {claim.unit}{_of(claim.data_set)} with epsilon = "
         f"{rounded_up(claim.promised)} at delta = {delta:g}"
-        f"{heuristic if claim.is_heuristic else ''}."
+        f"{heuristic if claim.is_heuristic else ''}{secret}."
     )
 
 

@@ -80,6 +80,8 @@ class Sampling(metaclass=_TakesKindFirst):
             padding from data. Of batches in hand, and not of the sampling: neither compared nor
             saved.
         passes: None, or the `Passes` that were begun over batches in hand; nor is it.
+        has_known_seed: whether batches in hand are drawn from a seed that was given; nor is it.
+        is_stated: whether batches in hand are somebody's own, and this is their word; nor is it.
 
     Raises:
         ValueError: an argument is of the wrong type or out of range, or the adjacency cannot be
@@ -94,6 +96,8 @@ class Sampling(metaclass=_TakesKindFirst):
     views: int = dataclasses.field(default=1, kw_only=True)
     is_padded: bool = dataclasses.field(default=False, compare=False, repr=False, kw_only=True)
     passes: Passes | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
+    has_known_seed: bool = dataclasses.field(default=False, compare=False, repr=False, kw_only=True)
+    is_stated: bool = dataclasses.field(default=False, compare=False, repr=False, kw_only=True)
 
     #: What the kind is called in ledgers and on the command line.
     kind: ClassVar[str]

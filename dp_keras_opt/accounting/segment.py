@@ -19,8 +19,30 @@ from dp_keras_opt.noise.schedules import Constant, NoiseSchedule
 #: The data set that a model is trained on; others have names of their own.
 TRAINING = "training"
 
+#: On what a guarantee may rest besides, by name, in words.
+CONDITIONS = {
+    "noise seed": (
+        "Seed of the noise: it was given. Whoever knows it can subtract the noise: against them "
+        "there is NO DIFFERENTIAL PRIVACY."
+    ),
+    "batch seed": (
+        "Seed of the batches: it was given. Whoever knows it knows who is in which batch: against "
+        "them sampling amplifies nothing, and epsilon is larger."
+    ),
+    "stated sampling": (
+        "Batches: somebody's own. Epsilon rests on their word for how these were sampled, which "
+        "nothing has checked."
+    ),
+}
+
 #: How a plan of unknown length is written, since JSON has no infinity.
 _UNKNOWN = "unknown"
+
+
+def conditions_of(optimizer, sampling):
+    """The names of the `CONDITIONS` that hold for steps of an optimizer on batches in hand."""
+    holds = (optimizer.seed is not None, sampling.has_known_seed, sampling.is_stated)
+    return tuple(name for name, each in zip(CONDITIONS, holds, strict=True) if each)
 
 
 def stated(clip_norm):
@@ -52,6 +74,7 @@ class Segment:
         purpose: what was released, in words, where it is no training: a statistic, a score.
         data_set: which data it is about. No unit is in two data sets of different names.
         filter: None, or the budget of the privacy filter under which it ran.
+        conditions: those of `CONDITIONS` on which the guarantee rests besides.
     """
 
     run: str
@@ -68,6 +91,7 @@ class Segment:
     purpose: str | None = None
     data_set: str = TRAINING
     filter: FilterBudget | None = None
+    conditions: tuple = ()
 
     def __post_init__(self):
         whole_number(self.first_step, "first_step", 0, "Steps count from 0.")
@@ -201,7 +225,9 @@ class Segment:
         for name in ("plan", "filter"):
             if config[name] is not None:
                 config[name] = config[name].get_config()
-        usual = {"plan": None, "purpose": None, "data_set": TRAINING, "filter": None}
+        usual = {
+            "plan": None, "purpose": None, "data_set": TRAINING, "filter": None, "conditions": (),
+        }  # fmt: skip
         for name, value in usual.items():
             if config[name] == value:
                 del config[name]  # which libraries of before do not know
@@ -230,5 +256,6 @@ class Segment:
             "after": tuple((run, steps) for run, steps in config.get("after", ())),
             "plan": plan and Plan.from_config(plan),
             "filter": kept and FilterBudget.from_config(kept),
+            "conditions": tuple(config.get("conditions", ())),
         }
         return cls(**config | read)

@@ -22,6 +22,9 @@ from dp_keras_opt.clipping.precision import in_a_row, in_full, in_parts, is_coar
 #: The smallest float32 number that kernels keep.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
+#: Of the lengths of terms that cancel, what a norm is at least.
+LEAST_OF_TERMS = 2.0**-8
+
 #: Up to so many positions, a norm in a geometry is found from their pairs.
 FEW_POSITIONS = 8
 
@@ -665,7 +668,7 @@ def raised(norm, terms):
     """
     total, count = terms
     both = rounding(count) + rounding(count, full=True)
-    return tf.maximum(norm + both * total, 2.0**-8 * total)
+    return tf.maximum(norm + both * total, LEAST_OF_TERMS * total)
 
 
 def zeroing(valid):

@@ -146,7 +146,8 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
     """Batches that the user samples, with the user's word for how.
 
     The library cannot check that word, and the privacy guarantee rests on it: if the examples get
-    into batches in another way, the reported ε is wrong.
+    into batches in another way, the reported ε is wrong. The privacy statement says whose word it
+    is.
 
     Where rows are padded to the longest of their batch (`padded_batch`), with 0, "" or False, the
     model must mask the padding; `fit` refuses it otherwise. A fixed length must not be chosen by
@@ -205,6 +206,7 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
             "agree."
         )
     steps = number_of_batches(data)
+    sampling = dataclasses.replace(sampling, is_stated=True)
     return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
 
 

@@ -624,7 +624,7 @@ def _block(sampling, physical_batch_size, buckets):
 
 def _of_sampler(examples, sampler, block, steps):
     """`Batches` of as many draws of a sampler, padded to whole blocks of units."""
-    sampling = sampler.sampling
+    sampling = dataclasses.replace(sampler.sampling, has_known_seed=sampler.root is not None)
     per_unit = sampling.rows_per_unit or 1
     most = min(sampling.largest_batch, sampling.num_examples)
     rows = sampler.block * per_unit if sampler.block >= most else None

@@ -60,7 +60,8 @@ def export(
         path: folder to write; for TensorFlow Serving its name is a version number. An export that
             is there already is replaced as a whole.
         report: the `PrivacyReport` of the training (or anything with a `statement()` method): a
-            private model does not travel without its guarantee.
+            private model does not travel without its guarantee. Of a model that was loaded, a new
+            `PrivacyReport`: the model knows what it spent.
         card: what only you know about the model: its name, intended use, data, metrics.
         public_inputs: inputs of the model that need no protection, as `predict` takes them: at
             least one row. They are compared instead of synthetic ones, for which a model may have
@@ -83,6 +84,8 @@ def export(
             "dp_keras_opt.make_private(model) returned."
         )
     cards.check(card)
+    if getattr(report, "model", model) is None and model.ledger.steps:
+        report.set_model(model)  # which was loaded, with all that it spent
     text = report.statement()
     if not model.built:
         raise ValueError(

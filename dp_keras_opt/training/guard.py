@@ -19,7 +19,7 @@ from dp_keras_opt.accounting.accountant import composable, epsilon_of
 from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.privacy_filters import check_held
 from dp_keras_opt.accounting.sampling import check_sampling
-from dp_keras_opt.accounting.segment import stated
+from dp_keras_opt.accounting.segment import conditions_of, stated
 from dp_keras_opt.noise import entropy
 from dp_keras_opt.training import saved_run
 from dp_keras_opt.training.weight_history import WeightHistory
@@ -319,6 +319,7 @@ class PrivacyGuard:
                 run=run,
                 plan=optimizer.plan,
                 filter=kept,
+                conditions=conditions_of(optimizer, self.sampling),
             )
             if optimizer.noise.is_correlated:
                 optimizer.noise_source.memory.reset()  # a segment is a run of its own

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dp_keras_opt import files, workers
-from dp_keras_opt.accounting.segment import stated
+from dp_keras_opt.accounting.segment import conditions_of, stated
 
 SUFFIX = ".secret.npz"
 _WARNING = "SECRET: past noise. With a released gradient it gives the raw sum. Never publish it."
@@ -121,13 +121,14 @@ def go_on(saved, ledger, sampling, order_seed, filter, model):
             budget differ.
     """
     optimizer = model.optimizer
-    segment = ledger.segment(saved.run, saved.steps)
+    segment, conditions = ledger.segment(saved.run, saved.steps), conditions_of(optimizer, sampling)
     different = [
         name
         for name, before, now in (
             ("releases (noise)", segment.releases, optimizer.releases),
             ("clip norm", segment.clip_norm, stated(optimizer.clip_norm)),
             ("sampling", segment.sampling, sampling),
+            ("seed, or way to state the sampling", segment.conditions, conditions),
             ("order_seed of the data", saved.order_seed, order_seed),
             ("privacy filter (of its PrivacyBudget)", segment.filter, filter),
         )
