@@ -38,6 +38,10 @@ class AdaClip(Mean):
         beta: β in (0, 1), of mean and variance.
         low, high: between which ŝ is kept, 0 < low ≤ high.
 
+    Attributes:
+        bounds: b, a variable for each trainable one, once the optimizer is built. It is computed
+            from what was released, so that it may be shown.
+
     Raises:
         ValueError: an argument is out of range.
 
@@ -61,14 +65,14 @@ class AdaClip(Mean):
                 for v in variables
             ]
 
-        self._squares, self._bounds = (
+        self._squares, self.bounds = (
             like("geometry_square", "zeros"),
             like("geometry_bound", "ones"),
         )
         self._expected = optimizer.add_variable((), dtype="float32", name="geometry_expected")
 
     def seen(self, optimizer: PrivateOptimizer, query: Query) -> Query:
-        scale = [1 / tf.convert_to_tensor(bound) for bound in self._bounds]
+        scale = [1 / tf.convert_to_tensor(bound) for bound in self.bounds]
         return super().seen(optimizer, query)._replace(scale=scale)
 
     def update(self, optimizer: PrivateOptimizer, released: Released, answer: Released) -> None:
@@ -90,7 +94,7 @@ class AdaClip(Mean):
             variance = tf.math.divide_no_nan(tf.convert_to_tensor(square), total) - noise_std**2
             variances.append(tf.clip_by_value(size * variance, self.low, self.high))
         root = tf.sqrt(tf.add_n([tf.reduce_sum(tf.sqrt(variance)) for variance in variances]))
-        for bound, variance in zip(self._bounds, variances, strict=True):
+        for bound, variance in zip(self.bounds, variances, strict=True):
             # After the first step nothing is known of the spread yet.
             new_bound = tf.sqrt(tf.sqrt(variance)) * root
             optimizer.assign(bound, tf.where(total > 0, new_bound, tf.convert_to_tensor(bound)))
