@@ -356,7 +356,8 @@ def test_assume_sampling_takes_what_fit_takes():
     known, unknown = (dataset, TwoBatches()), (generator, dataset.repeat())
     for data, steps in [(data, 2) for data in known] + [(data, None) for data in unknown]:
         batches = assume_sampling(data, sampling)
-        assert batches.dataset is data and batches.sampling is sampling and bool(batches)
+        assert batches.dataset is data and bool(batches)
+        assert batches.sampling == sampling and batches.sampling.is_stated
         assert batches.steps_per_epoch == steps and batches.physical_batch_size is None
         if steps is None:
             with pytest.raises(TypeError, match="not known"):
