@@ -168,7 +168,7 @@ class OuterProducts(Factor):
         if positions is not None and matrix is None and self._gram_is_cheaper:
             return with_rounding(self._gram_norm(), terms, in_a_row(inputs) + in_a_row(outputs))
         if positions is not None and matrix is not None and self._pairs_are_cheaper:
-            products = in_a_row(inputs) + groups * outputs + positions**2
+            products = in_a_row(inputs) + groups * outputs
             return with_rounding(self._norm_of_pairs(matrix), terms, products)
         total = sum(_l2_squared(block) for block in self._blocks(matrix))
         return with_rounding(total, terms)
@@ -246,7 +246,8 @@ class OuterProducts(Factor):
         t, s = np.triu_indices(positions)
         a, b = (tf.gather(each, t, axis=2) * tf.gather(each, s, axis=2) for each in (a, b))
         pairs = tf.reduce_sum(_through(a, tf.square(matrix)) * b, axis=(1, 3))
-        total = tf.reduce_sum(pairs * tf.constant(np.where(t == s, 1.0, 2.0), tf.float32), axis=1)
+        weights = tf.constant(np.where(t == s, 1.0, 2.0))  # in float64, as in `_gram_norm`
+        total = tf.cast(tf.linalg.matvec(tf.cast(pairs, tf.float64), weights), tf.float32)
         # Of each entry of each pair, what flushed to zero on the way is less.
         total = tf.maximum(total, 0.0) + groups * inputs * outputs * positions**2 * 16 * _SMALLEST
         return tf.square(tf.sqrt(total) * (largest * largest_s)[:, 0, 0, 0])

@@ -56,4 +56,4 @@ def test_nothing_has_the_size_of_the_head_for_each_example(is_tied):
     sizes = [t.shape.num_elements() or 0 for t in computed(traced.graph) if t.shape.rank]
     assert max(sizes) == max(ROWS * LENGTH, WIDTH) * WORDS  # of the outputs, or of the weights
     gradients = one_at_a_time(model, loss, x, y)
-    assert_close(traced(tf.constant(x), tf.constant(y)), clip_and_sum(gradients, 0.01))
+    assert_close(traced(tf.constant(x), tf.constant(y)), clip_and_sum(gradients, 0.01), rtol=1e-3)
