@@ -192,7 +192,9 @@ class OuterProducts(Factor):
         power, root = (tf.abs, tf.identity) if norm == "l1" else (tf.square, tf.sqrt)
         # Through the largest entries: tiny deltas beside huge inputs must not flush to zero.
         (a, largest_a), (b, largest_b) = _unit_range(self.inputs, 3), _unit_range(self.deltas, 3)
-        largest = _first(largest_a, largest_b)
+        # An entry that overflows would be cut off in the sum, and the row with it is left out.
+        fits = tf.math.is_finite(largest_a * largest_b)
+        largest = tf.where(fits, _first(largest_a, largest_b), np.inf)
         if matrix is None:
             total = tf.reduce_sum(power(a), axis=3) * tf.reduce_sum(power(b), axis=3)
         else:

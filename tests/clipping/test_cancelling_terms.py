@@ -172,3 +172,25 @@ def test_an_id_beyond_a_table_contributes_nothing_of_it(id_):
     query = Query(clip_norm=1.0, centre=[tf.constant(centre)])
     given = {"ids": x["ids"], "p": x["p"]}
     assert moved(model, given, y, query, compiled=True) <= 1 + 1e-5
+
+
+@MODES
+@pytest.mark.parametrize("norm, scale, delta", [("l1", 0.2, 2e17), ("l2", 1e-25, 1e18)])
+def test_what_overflows_and_is_scaled_down_is_left_out(norm, scale, delta, compiled):
+    """`OuterProducts._sizes_of_terms`, its infinity: the sum would cut each entry off by itself."""
+    x, gate = keras.Input((4,), name="x"), keras.Input((100,), name="gate")
+    dense = layers.Dense(100, use_bias=False, kernel_initializer="zeros")
+    weighted = layers.Multiply()([dense(x), gate])
+    outputs = layers.Lambda(lambda a: tf.reduce_sum(a, axis=1)[:, None])(weighted)
+    model = private({"x": x, "gate": gate}, outputs)
+    given = {"x": np.zeros((2, 4), "float32"), "gate": np.full((2, 100), delta, "float32")}
+    given["x"][:, 0], given["gate"][:, 0] = 1e22, 1e25
+    query = Query(norm=norm, scale=[tf.fill((4, 100), scale)], clip_norm=1.0)
+    y = np.full((2, 1), -1e30, "float32")
+
+    @tf.function(jit_compile=compiled, autograph=False)
+    def total():
+        return clipped_sums(model, Batch(given, y, None, tf.constant([True, False])), (query,))
+
+    found = np.float64(total().sums[0][0])
+    assert np.abs(found).sum() <= 1 + 1e-5 if norm == "l1" else np.linalg.norm(found) <= 1 + 1e-5
