@@ -631,7 +631,7 @@ def _over_positions(inputs, deltas):
 def _finite(weighted):
     """Weighted numbers, cut off where they overflow: an infinite one times 0 would be NaN.
 
-    Gradients of which they are a factor are bounded, so that those only become smaller.
+    A row in which the products themselves overflow is left out (`_sizes_of_terms`).
     """
     return tf.clip_by_value(weighted, tf.float32.min, tf.float32.max)
 
