@@ -78,6 +78,7 @@ CONTENDERS = [
     Contender("dp_keras", "post_processing+geoclip", "this library, GeoClip of rank 8", "keras"),
     Contender("dp_keras", "post_processing+kronecker", "this library, DP-KFC", "keras"),
     Contender("dp_keras", "muon", "this library, DP-Muon", "keras"),
+    Contender("dp_keras", "muon+corrected", "this library, DP-Muon, bias-corrected", "keras"),
     Contender("keras_plain", "plain+two", "Keras, not private, two devices", "keras"),
     Contender("dp_keras", "dpsgd+two", "this library, DP-SGD, two devices", "keras"),
     Contender("tf_privacy", "vectorized", "TF Privacy, vectorized optimizer", "tf_privacy"),

@@ -30,7 +30,7 @@ def prepare(workload, variant, batch_size, device):
     Variants: "dpsgd", "dp2rmsprop", "galore", the second moments of DPAdam; after them "+xla" to
     compile the step on the CPU too, "+pieces" for physical batches of 256, "+bands16" for noise of
     16 bands, "+secure" for secure noise, "+two" for two devices, or "+" and the name of a filter or
-    one of `LATER`; and "muon", which takes no such option.
+    one of `LATER`; and "muon", which takes of these but "+corrected".
     """
     variant, *options = variant.split("+")
     spec = WORKLOADS[workload]
@@ -71,7 +71,7 @@ def optimizer(variant, batch_size, options, spec):
     if variant == "galore":  # beyond its first step, which finds the subspace
         return dp.optimizers.DPGaLore(0.001, rank=32, update_gap=10**6, epsilon=1e-3, **common)
     if variant == "muon":
-        return dp.optimizers.DPOptimizer(keras.optimizers.Muon(0.001), **common)
+        return dp.optimizers.DPMuon(0.001, bias_correction="corrected" in options, **common)
     return dp.optimizers.DPAdam(0.001, epsilon=1e-3, second_moment=variant, **common)
 
 

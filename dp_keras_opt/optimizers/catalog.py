@@ -20,6 +20,7 @@ from dp_keras_opt.optimizers.adam import DPAdam
 from dp_keras_opt.optimizers.adp import ADPSGD, ADPAdagradNorm
 from dp_keras_opt.optimizers.delayed import DP2Adagrad, DP2RMSprop, DP2Yogi
 from dp_keras_opt.optimizers.galore import DPGaLore
+from dp_keras_opt.optimizers.muon import DPMuon
 from dp_keras_opt.optimizers.private_optimizer import PrivateOptimizer
 from dp_keras_opt.optimizers.public_data import PDADPMD, AdaDPS, SubspaceAdagrad
 from dp_keras_opt.optimizers.rmsprop import DPRMSprop
@@ -40,6 +41,7 @@ __all__ = [
     "DPGaLore",
     "DPHeavyBall",
     "DPMultistageNesterov",
+    "DPMuon",
     "DPNesterov",
     "DPOptimizer",
     "DPRMSprop",
@@ -167,6 +169,7 @@ CATALOG = (
     Entry(DPNesterov, ("kuru2022", "nesterov2004"), _WITH_MOMENTUM),
     Entry(DPMultistageNesterov, ("kuru2022", "aybat2019"), _ALONG_GRADIENT,
           ("strong convexity", "smoothness"), {"strong_convexity": 1.0, "smoothness": 10.0}),
+    Entry(DPMuon, ("kim2026",), Search({"learning_rate": (1e-3, 0.1)})),
     Entry(AdaDPS, ("li2022",), Search(_SCALED | {"clip_share": (0.02, 0.5)}), (_PUBLIC,)),
     Entry(PDADPMD, ("amid2022",), _ALONG_GRADIENT, (_PUBLIC, _STEPS), {"steps": 1}),
     Entry(SubspaceAdagrad, ("kairouz2021_subspaces",),

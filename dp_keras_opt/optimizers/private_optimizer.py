@@ -403,7 +403,7 @@ class PrivateOptimizer(UpdatesOnce):
             raise ValueError(
                 f"{type(self).__name__} does not take geometry={name}: it clips in a geometry of "
                 "its own, or asks for more than one mean of the private rows. DPSGD, DPAdam, "
-                "DPAdagrad, DPRMSprop, DPYogi, DPHeavyBall, DPNesterov and DPOptimizer do."
+                "DPAdagrad, DPRMSprop, DPYogi, DPHeavyBall, DPNesterov, DPMuon and DPOptimizer do."
             )
         if self.projection is not None:
             raise ValueError(

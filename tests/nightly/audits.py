@@ -271,6 +271,7 @@ CASES = {
     ),
     "DPGaLore": (lambda **p: o.DPGaLore(0.01, rank=1, update_gap=2, **p), full),
     "DPOptimizer, Muon": (lambda **p: o.DPOptimizer(keras.optimizers.Muon(1e-3), **p), full),
+    "DPMuon, bias-corrected": (lambda **p: o.DPMuon(1e-3, bias_correction=True, **p), full),
     "DPOptimizer, Lion": (lambda **p: o.DPOptimizer(keras.optimizers.Lion(1e-3), **p), full),
     "AdaDPS": (lambda **p: o.AdaDPS(0.01, **p), public),
     "PDADPMD": (lambda **p: o.PDADPMD(0.01, steps=3, **p), public),

@@ -146,6 +146,15 @@ def geometries_are_those_of_one_device(strategy):
         assert_those_of_one_device(strategy, geometry=geometry)
 
 
+def probes_of_noise_are_the_same_on_all(strategy):
+    rule = optimizer(dp.optimizers.DPMuon, 0.1, bias_correction=True)
+    with strategy.scope():
+        model = make(rule, units=3)
+    model.fit(dp.data.poisson_batches((X, np.repeat(Y, 3, axis=1)), BATCH, 3), verbose=0)
+    assert float(model.optimizer._noise_powers[0]) > 0
+    assert_same_on_all(strategy, model)
+
+
 def assert_those_of_one_device(strategy, **settings):
     rule = optimizer(rate=0.5, noise_multiplier=0.0, batch_size=2, **settings)
     weights = []
@@ -463,6 +472,7 @@ MIRRORED = {
         steps_are_those_of_one_device,
         points_are_those_of_one_device,
         geometries_are_those_of_one_device,
+        probes_of_noise_are_the_same_on_all,
         public_rows_are_averaged_once,
         users_are_clipped_whole,
         buckets_are_those_of_one_device,
