@@ -151,7 +151,7 @@ def probes_of_noise_are_the_same_on_all(strategy):
     with strategy.scope():
         model = make(rule, units=3)
     model.fit(dp.data.poisson_batches((X, np.repeat(Y, 3, axis=1)), BATCH, 3), verbose=0)
-    assert float(model.optimizer._noise_powers[0]) > 0
+    assert model.optimizer._noise_powers[0].numpy() > 0
     assert_same_on_all(strategy, model)
 
 
