@@ -17,7 +17,7 @@ class FFTKF(DiSK):
     """`DiSK`, behind a mask on the frequencies of the noisy gradient: F⁻¹(φ ∘ F(g̃_t)) for g̃_t.
 
     F is the real Fourier transform of the gradients of all d weights, one behind the other, with
-    frequencies k = 0, …, K, K = ⌊d/2⌋. Those below the pivot k₀ = ⌊pivot·(K + 1)⌋ pass; above,
+    frequencies k = 0, …, K, K = ⌊d/2⌋. Those below the pivot k₀ = ⌊pivot·(K + 1)⌋ pass; from it on,
 
         φ_k = 1 − suppression·exp(−decay·(k − k₀)/(K − k₀)).
 
@@ -35,20 +35,21 @@ class FFTKF(DiSK):
         gamma: γ > 0, how far ahead of x_t the second gradient is taken; None for (1 − κ)/κ.
         pivot: λ in [0, 1), the share of the frequencies that pass as they are.
         suppression: ρ in [0, 1), what is taken off at the pivot. 0 is `DiSK`.
-        decay: α ≥ 0, by how much the exponent of that falls from the pivot to the highest
+        decay: a ≥ 0, by how much the exponent of that falls from the pivot to the highest
             frequency. 0 takes off as much of all.
 
     Raises:
         ValueError: an argument is out of range.
 
     Guarantee: that of `DiSK`, since the mask is on what has been released. In the paper, as
-    summarized, it is on the noise alone: then a gradient at the frequency k₀ is as large as before
-    and has noise of (1 − ρ)σ, so that ε is that of the noise multiplier (1 − ρ)σ, and not of σ.
+    summarized, it is on the noise alone: then (of a real transform) a gradient at the frequency k₀
+    is as large as before and has noise of (1 − ρ)σC, so that ε is that of the multiplier (1 − ρ)σ.
 
     Reference: Shin, Jung, Yun and Yun, "Spectral and temporal denoising for differentially private
     optimization", 2025, arXiv:2505.04468v1, of which abstract, introduction and a summary were
     read. There the mask is on d complex frequencies, of which it would leave a complex vector, and
-    decay is per frequency, which leaves about 1/decay of them masked however many there are.
+    decay is for each frequency, so that about 1/decay of them are masked however many there are.
+    Its formula of the prediction adds gradients that are not clipped; here that is DiSK's.
     """
 
     def __init__(
