@@ -71,6 +71,7 @@ CONTENDERS = [
     Contender("dp_keras", "galore", "this library, DP-GaLore of rank 32", "keras"),
     Contender("dp_keras", "post_processing+disk", "this library, DiSK, one pass", "keras"),
     Contender("dp_keras", "post_processing+disk2", "this library, DiSK, two passes", "keras"),
+    Contender("dp_keras", "post_processing+fftkf", "this library, FFTKF, one pass", "keras"),
     Contender("dp_keras", "post_processing+momenta", "this library, DP-PMLF, two passes", "keras"),
     Contender("dp_keras", "post_processing+sharpness", "this library, DP-SAT", "keras"),
     Contender("dp_keras", "post_processing+mean", "this library, around the mean", "keras"),

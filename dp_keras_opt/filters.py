@@ -12,9 +12,11 @@ from dp_keras_opt.optimizers.filters import (
 from dp_keras_opt.optimizers.kalman import DiSK
 from dp_keras_opt.optimizers.per_example_momentum import PerExampleMomentum
 from dp_keras_opt.optimizers.sharpness import SharpnessAware
+from dp_keras_opt.optimizers.spectral import FFTKF
 
 __all__ = [
     "DiSK",
+    "FFTKF",
     "Filter",
     "LowPass",
     "OptimalFIR",

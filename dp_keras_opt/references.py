@@ -350,6 +350,14 @@ REFERENCES: dict[str, Reference] = {
         2025,
         arxiv="2410.03883",
     ),
+    "shin2025": Reference(
+        ("Hyeju Shin", "Kyudan Jung", "Seongwon Yun", "Juyoung Yun"),
+        "Spectral and temporal denoising for differentially private optimization",
+        "arXiv, 2025",
+        2025,
+        arxiv="2505.04468",
+        version="v1",
+    ),
     "zhao2024": Reference(
         (
             "Jiawei Zhao",

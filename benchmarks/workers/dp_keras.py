@@ -15,6 +15,7 @@ MOST_STEPS = 2000
 LATER = {
     "disk": lambda spec: {"gradient_filter": dp.filters.DiSK(gamma=None)},
     "disk2": lambda spec: {"gradient_filter": dp.filters.DiSK()},
+    "fftkf": lambda spec: {"gradient_filter": dp.filters.FFTKF(gamma=None)},
     "momenta": lambda spec: {"gradient_filter": dp.filters.PerExampleMomentum(2)},
     "sharpness": lambda spec: {"gradient_filter": dp.filters.SharpnessAware(0.1)},
     "mean": lambda spec: {"geometry": dp.geometries.Mean()},

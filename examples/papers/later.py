@@ -6,7 +6,7 @@
 
 - rows: DP-AdaFEST: with noise on all rows of the tables in each step, and on chosen ones; ratings
   of films and definitions of nouns.
-- others: filters that choose where gradients are taken, with one pass each (DiSK, DP-SAT),
+- others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT),
   geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
   DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
   text.
@@ -84,6 +84,9 @@ def others():
     def disk(kappa):
         return {"gradient_filter": filters.DiSK(kappa, gamma=None)}
 
+    def fftkf(kappa, suppression):
+        return {"gradient_filter": filters.FFTKF(kappa, gamma=None, suppression=suppression)}
+
     def sharpness_aware(radius):
         return {"gradient_filter": filters.SharpnessAware(radius)}
 
@@ -109,6 +112,7 @@ def others():
     ada, geo = in_geometry(geometries.AdaClip()), in_geometry(geometries.GeoClip(8))
     found = [
         variant("DPSGD, DiSK", "DPSGD", disk, kappa=(0.1, 0.9)),
+        variant("DPSGD, FFTKF", "DPSGD", fftkf, kappa=(0.1, 0.9), suppression=(0.1, 0.9)),
         variant(f"{momentum}, sharpness-aware", momentum, sharpness_aware, radius=(0.01, 1.0)),
         variant(f"{momentum}, around the mean", momentum, lambda: {"geometry": geometries.Mean()}),
         variant(f"{momentum}, AdaClip", momentum, ada, clip_norm=SHORT),

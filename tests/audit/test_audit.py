@@ -487,6 +487,7 @@ HONEST = [
     "DPSGD",
     "DPSGD, users",
     "DPSGD, DiSK",
+    "DPSGD, FFTKF",
     "DPAdam, scale_then_privatize",
     "SubspaceAdagrad",
 ]

@@ -49,11 +49,15 @@ def test_others_differ_in_what_their_name_says():
         "DPSGD, momentum, AdaClip": {"geometry", "clip_norm"},
         "DPSGD, momentum, GeoClip": {"geometry", "clip_norm"},
         "DPSGD, DiSK": {"gradient_filter", "momentum"},
+        "DPSGD, FFTKF": {"gradient_filter", "momentum"},
     }
+    without = {"DPSGD, DiSK", "DPSGD, FFTKF"}  # momentum, and so at rates of their own
     for name, expected in differ.items():
         assert differences(momentum, optimizers[name]) == expected, name
-        assert optimizers[name].learning_rate == momentum.learning_rate or name == "DPSGD, DiSK"
-    assert optimizers["DPSGD, DiSK"].gradient_filter.gamma is None  # one pass
+        assert optimizers[name].learning_rate == momentum.learning_rate or name in without
+    disk, masked = (optimizers[name].gradient_filter for name in sorted(without))
+    assert disk.gamma is None and masked.gamma is None  # one pass
+    assert masked.kappa == disk.kappa and masked.suppression > 0
     plain = dp.tuning.CANDIDATES["DPAdam"]
     plain = plain.make(RUN, **plain.middle())
     assert differences(plain, optimizers["DPAdam, AdaClip"]) == {"geometry", "clip_norm"}

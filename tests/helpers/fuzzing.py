@@ -101,7 +101,9 @@ configurations = st.fixed_dictionaries(
         "ablation": st.sampled_from([None, "noise_before_preconditioning", "extra_query"]),
         "wrapped": st.sampled_from(["lion", "nadam", "adamw", "ftrl", "adafactor"]),
         "mechanism": st.sampled_from(sorted(_mechanisms)),
-        "filter": st.sampled_from([None, None, "f1", "f6", "optimal", "DiSK", "momentum of each"]),
+        "filter": st.sampled_from(
+            [None, None, "f1", "f6", "optimal", "DiSK", "FFTKF", "momentum of each"]
+        ),
         "geometry": st.sampled_from([None, None, *sorted(_geometries)]),
         "projection": st.booleans(),
         "sampling": st.sampled_from(sorted(_samplings)),
@@ -159,7 +161,7 @@ def _likely(c):
         c["geometry"] = None
     if c["geometry"] is not None:
         c["projection"] = False
-    if c["users"] and c["filter"] in ("DiSK", "momentum of each"):
+    if c["users"] and c["filter"] in ("DiSK", "FFTKF", "momentum of each"):
         c["filter"] = None
     if c["clip_norm"] == "found":
         c["normalize"] = False
@@ -295,6 +297,7 @@ def released(c, last, value):
     filters = {
         "optimal": lambda: dp.filters.OptimalFIR(3),
         "DiSK": lambda: dp.filters.DiSK(0.5),
+        "FFTKF": lambda: dp.filters.FFTKF(0.5, suppression=0.9),
         "momentum of each": lambda: dp.filters.PerExampleMomentum(2),
     }
     arguments = {

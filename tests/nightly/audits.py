@@ -169,6 +169,10 @@ CASES = {
     "DPSGD, momentum": (lambda **p: o.DPSGD(0.1, momentum=0.9, **p), full),
     "DPSGD, per layer": (lambda **p: o.DPSGD(0.1, clipping="per_layer", **p), full),
     "DPSGD, DiSK": (lambda **p: o.DPSGD(0.1, gradient_filter=dp.filters.DiSK(0.3), **p), full),
+    "DPSGD, FFTKF": (
+        lambda **p: o.DPSGD(0.1, gradient_filter=dp.filters.FFTKF(0.3, suppression=0.9), **p),
+        full,
+    ),
     "DPAdam, sharpness-aware": (
         lambda **p: o.DPAdam(0.01, gradient_filter=dp.filters.SharpnessAware(0.1), **p),
         full,

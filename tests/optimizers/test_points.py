@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
-from dp_keras_opt.filters import DiSK, LowPass, SharpnessAware
+from dp_keras_opt.filters import FFTKF, DiSK, LowPass, SharpnessAware
 from dp_keras_opt.optimizers import DPSGD, DPAdam, DPNesterov, DPOptimizer
 from tests.helpers import linear_regression as lr
 
@@ -20,14 +20,15 @@ def noisy_mean(gradients, z):
     return (total + lr.SIGMA * lr.CLIP * z) / lr.BATCH
 
 
-def disk(noise, kappa, gamma, move):
-    """The published update around any rule; `move(x, g, t)` gives the next weights."""
+def disk(noise, kappa, gamma, move, mask=lambda g: g):
+    """The published update around any rule; `move(x, g, t)` gives the next weights, `mask` what is
+    made of a noisy mean before it is averaged."""
     x, previous, estimate, path = lr.START, lr.START, None, []
     gamma = (1 - kappa) / kappa if gamma is None else gamma
     weight = (1 - kappa) / (kappa * gamma)
     for t in range(STEPS):
         ahead = lr.gradients(x + gamma * (x - previous))
-        g = noisy_mean((1 - weight) * lr.gradients(x) + weight * ahead, noise.flat(t))
+        g = mask(noisy_mean((1 - weight) * lr.gradients(x) + weight * ahead, noise.flat(t)))
         estimate = g if estimate is None else (1 - kappa) * estimate + kappa * g
         previous, x = x, move(x, estimate, t)
         path.append(x)
@@ -58,6 +59,39 @@ def test_disk_around_adam_gives_it_the_estimate_alone():
         return x - rate * moments["m"] / (np.sqrt(moments["v"]) + 1e-8)
 
     np.testing.assert_allclose(path, disk(noise, 0.6, 0.8, move), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kappa", "gamma", "pivot", "suppression", "decay"),
+    [
+        (0.7, 0.5, 0.5, 0.5, 1.0),
+        (0.3, 2.0, 0.0, 0.9, 0.0),
+        (0.4, None, 0.25, 0.8, 5.0),
+        (1.0, 0.5, 0.9, 0.99, 0.0),
+    ],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"run_eagerly": False}, {"run_eagerly": False, "jit_compile": True}],
+    ids=["eager", "graph", "xla"],
+)  # fmt: skip
+def test_fftkf_is_disk_behind_a_mask(kappa, gamma, pivot, suppression, decay, options):
+    """Which is written here on all 15 complex frequencies, that of k and 15 − k the same."""
+    smoother = FFTKF(kappa, gamma, pivot, suppression, decay)
+    model = lr.build(DPSGD(0.5, gradient_filter=smoother, **lr.PRIVATE), **options)
+    path, noise = lr.train(model, STEPS)
+    k = np.abs(np.fft.fftfreq(lr.SIZE, 1 / lr.SIZE))  # 0 to 7, and 7 to 1
+    first = np.floor(8 * pivot)
+    taken = suppression * np.exp(-decay * (k - first) / max(7 - first, 1))
+    phi = np.where(k < first, 1.0, 1 - taken)
+
+    def mask(g):
+        masked = np.fft.ifft(phi * np.fft.fft(g))
+        assert np.abs(masked.imag).max() < 1e-12
+        return masked.real
+
+    expected = disk(noise, kappa, gamma, lambda x, g, t: x - 0.5 * g, mask)
+    np.testing.assert_allclose(path, expected, rtol=1e-4, atol=1e-6)
+    assert not np.allclose(path, disk(noise, kappa, gamma, lambda x, g, t: x - 0.5 * g), 1e-3)
 
 
 def test_one_point_where_the_weights_fall_out():
@@ -139,7 +173,9 @@ def test_sharpness_with_a_projection_is_refused():
     ],
     ids=["scale first", "bias-corrected", "nesterov", "banded", "schedule", "normalized"],
 )
-@pytest.mark.parametrize("smoother", [DiSK(0.6, 0.5), SharpnessAware(0.1, LowPass([0.5], [-0.5]))])
+@pytest.mark.parametrize(
+    "smoother", [DiSK(0.6, 0.5), SharpnessAware(0.1, LowPass([0.5], [-0.5])), FFTKF(0.6, 0.5)]
+)
 def test_goes_with_geometries_noises_and_schedules(optimizer, smoother, tmp_path):
     """Trains within its ledger, and goes on after it was saved."""
     config = keras.saving.serialize_keras_object(optimizer)
@@ -167,7 +203,7 @@ def test_goes_with_geometries_noises_and_schedules(optimizer, smoother, tmp_path
         loaded.fit(data, epochs=1, verbose=0)
 
 
-@pytest.mark.parametrize("smoother", [DiSK(), SharpnessAware(0.1)])
+@pytest.mark.parametrize("smoother", [DiSK(), FFTKF(), SharpnessAware(0.1)])
 def test_rows_of_a_user_are_refused(smoother):
     inputs = keras.Input((4,))
     model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
@@ -185,8 +221,18 @@ def test_rows_of_a_user_are_refused(smoother):
         (lambda: DiSK(0.0), "kappa must be in"),
         (lambda: DiSK(1.5), "kappa must be in"),
         (lambda: DiSK(0.5, 0.0), "gamma must be positive"),
+        (lambda: FFTKF(0.0), "kappa must be in"),
+        (lambda: FFTKF(gamma=-1.0), "gamma must be positive"),
+        (lambda: FFTKF(pivot=1.0), "pivot must be in"),
+        (lambda: FFTKF(pivot=True), "pivot must be in"),
+        (lambda: FFTKF(suppression=1.0), "suppression must be in"),
+        (lambda: FFTKF(suppression=-0.1), "suppression must be in"),
+        (lambda: FFTKF(decay=-1.0), "decay must be at least 0"),
+        (lambda: FFTKF(decay=float("nan")), "decay must be at least 0"),
+        (lambda: FFTKF(decay=float("inf")), "decay must be at least 0"),
         (lambda: SharpnessAware(-1.0), "radius must be positive"),
         (lambda: SharpnessAware(1.0, DiSK()), "wants it elsewhere"),
+        (lambda: SharpnessAware(1.0, FFTKF()), "wants it elsewhere"),
         (lambda: SharpnessAware(1.0, "no such filter"), "There is no filter"),
     ],
 )

@@ -135,7 +135,8 @@ def steps_are_those_of_one_device(strategy):
 
 def points_are_those_of_one_device(strategy):
     """Gradients ahead of the weights and at them, in blocks of one row, with rows on some only."""
-    assert_those_of_one_device(strategy, gradient_filter=dp.filters.DiSK(0.5, 2.0))
+    for smoother in (dp.filters.DiSK(0.5, 2.0), dp.filters.FFTKF(0.5, 2.0, suppression=0.9)):
+        assert_those_of_one_device(strategy, gradient_filter=smoother)
 
 
 def geometries_are_those_of_one_device(strategy):
