@@ -72,7 +72,8 @@ def in_parts(product, one, other, axis):
     ends = range(length, size, length)
     lengths = [length] * len(ends) + [size - length * len(ends)]
     parts = zip(tf.split(one, lengths, axis[0]), tf.split(other, lengths, axis[1]), strict=True)
-    return sum(in_full(product, *part) for part in parts)
+    # XLA would have the sum of a part begin at that of the last one; not beyond another operation.
+    return sum(tf.maximum(in_full(product, *part), tf.float32.min) for part in parts)
 
 
 def in_a_row(size):
