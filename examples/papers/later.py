@@ -9,7 +9,7 @@
 - others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT),
   geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
   DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
-  text.
+  text, visits to a doctor, incomes.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 
@@ -122,7 +122,10 @@ def others():
         Candidate("DPMuon, bias-corrected", corrected, {"learning_rate": (1e-3, 0.1)}),
     ]
     return experiment(
-        {name: choosing.TASKS[name] for name in ("ratings", "clothes", "text")},
+        {
+            name: choosing.EVERY[name]
+            for name in ("ratings", "clothes", "text", "tabular", "incomes")
+        },
         [*map(get, BASELINES), *found],
         [(each.name, baseline) for each in found for baseline in BASELINES],
         "Each is better than training without it.",
