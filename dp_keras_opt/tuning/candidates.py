@@ -95,8 +95,16 @@ class Candidate:
     @property
     def needs_public(self) -> bool:
         """Whether it needs public data."""
+        return self._typical().needs_public
+
+    @property
+    def sparse_embeddings(self) -> optimizers.SparseEmbeddings | None:
+        """How it chooses rows of tables, where it does: then it needs a model that has some."""
+        return self._typical().sparse_embeddings
+
+    def _typical(self):
         plan = RunInfo(steps=self.groups * 8, batch_size=64, clip_norm=1.0)
-        return self.make(plan, **self.middle()).needs_public
+        return self.make(plan, **self.middle())
 
 
 def three_digits(value: float) -> float:
@@ -231,6 +239,10 @@ _AVERAGE: dict[str, Any] = {"average_from": _second_half}
 _BALLS_IN_BINS: dict[str, Any] = {"balls_in_bins": True}
 _FALLING: dict[str, Any] = {"noise_schedule": _ending}
 _DECAY: dict[str, Any] = {"decay": True}
+#: Between what was best on the tasks of the page on sparse embeddings.
+_CHOSEN_ROWS: dict[str, Any] = {
+    "sparse_embeddings": optimizers.SparseEmbeddings(1.0, noise_ratio=2.0)
+}
 
 #: Compositions of second moment, filter, schedule, and correlated or falling noise, by name: the
 #: class, and how they differ from it as it is tuned.
@@ -257,6 +269,8 @@ _COMPOSITIONS: dict[str, tuple[Any, ...]] = {
     "DPGaLore, banded noise": ("DPGaLore", _BANDED),
     "DPAdam, banded noise": ("DPAdam", _BANDED),
     "DPAdam, bias-corrected, banded noise": ("DPAdam", _BIAS_CORRECTED, _BANDED),
+    "DPSGD, chosen rows": ("DPSGD", _CHOSEN_ROWS),
+    "DPAdam, bias-corrected, chosen rows": ("DPAdam", _BIAS_CORRECTED, _CHOSEN_ROWS),
     "DPAdam, scale-then-privatize, filter": ("DPAdam", _SCALE_FIRST, _FILTER),
     "DPAdam, scale-then-privatize, falling noise": ("DPAdam", _SCALE_FIRST, _FALLING),
     "DPAdam, scale-then-privatize, banded noise": ("DPAdam", _SCALE_FIRST, _BANDED),

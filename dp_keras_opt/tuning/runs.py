@@ -89,9 +89,18 @@ class Task:
         return self.steps // unit * unit
 
     def takes(self, candidate: Candidate) -> bool:
-        """Whether the task has the data, and the steps, that a candidate needs."""
+        """Whether the task has the data, the steps and the embeddings that a candidate needs."""
         has_data = self.public is not None or not candidate.needs_public
-        return has_data and self._round_of(candidate) <= self.steps
+        return has_data and self._round_of(candidate) <= self.steps and self._has_tables(candidate)
+
+    def _has_tables(self, candidate):
+        if candidate.sparse_embeddings is None:
+            return True
+        try:
+            candidate.sparse_embeddings.tables(self.build().trainable_variables)
+        except ValueError:
+            return False
+        return True
 
     def _round_of(self, candidate):
         if not candidate.balls_in_bins:

@@ -114,10 +114,38 @@ def test_the_page_states_the_ranges():
 @pytest.mark.parametrize("name", dp.tuning.CANDIDATES)
 def test_every_candidate_trains_within_its_budget(name, task):
     candidate = dp.tuning.CANDIDATES[name]
+    if candidate.sparse_embeddings is not None:
+        task = with_tables(task)
     model = runs.train(task, candidate, candidate.middle(), 3.0, DELTA)
     assert model.ledger.steps == (10 if candidate.balls_in_bins else 16)
     assert 2.5 < model.ledger.epsilon(DELTA) <= 3.0
     assert np.isfinite(runs.score(task, model, task.test)) or name == "SubspaceAdagrad"
+
+
+def with_tables(task):
+    """The task, of whose examples nine numbers are ids."""
+
+    def ids(part):
+        return np.arange(len(part[1]) * 9).reshape(-1, 9).astype("int32") % 11, part[1]
+
+    def build():
+        inputs = keras.Input((9,), dtype="int32")
+        rows = keras.layers.Embedding(11, 4)(inputs)
+        units = task.build().output_shape[-1]
+        return keras.Model(
+            inputs, keras.layers.Dense(units)(keras.layers.GlobalAveragePooling1D()(rows))
+        )
+
+    parts = {name: ids(getattr(task, name)) for name in ("train", "validation", "test", "public")}
+    return dataclasses.replace(task, build=build, **parts)
+
+
+def test_rows_of_tables_are_chosen_where_there_are_tables(task):
+    candidate = dp.tuning.CANDIDATES["DPSGD, chosen rows"]
+    assert candidate.sparse_embeddings.threshold == 1.0
+    assert with_tables(task).takes(candidate) and not task.takes(candidate)
+    with pytest.raises(ValueError, match="finds no trained embeddings"):
+        runs.train(task, candidate, candidate.middle(), 3.0, DELTA)
 
 
 def test_the_noise_of_a_run_is_what_its_budget_asks_for(task):
