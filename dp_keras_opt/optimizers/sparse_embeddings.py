@@ -68,7 +68,7 @@ class SparseEmbeddings(Serializable):
             setting, or no table is there.
 
     Guarantee: that of the optimizer, at its noise multiplier; and rows that were chosen are
-    released. Not with XLA or several replicas, whose sums have a size that is known beforehand.
+    released. Not with XLA, whose sums have a size that is known beforehand.
 
     Reference: Ghazi, Huang, Kamath, Kumar, Manurangsi, Sinha and Zhang, "Sparsity-preserving
     differentially private training of large embedding models", NeurIPS 2023, arXiv:2311.08357,
@@ -190,12 +190,13 @@ class ByRow:
         """Counts the step."""
         for index, rows in self._rows.items():
             one = tf.ones((tf.size(rows), 1), tf.int32)
-            variable_itself(self.steps[index]).scatter_add(tf.IndexedSlices(one, rows))
+            for copy in _copies(self.steps[index]):
+                copy.scatter_add(tf.IndexedSlices(one, rows))
         self._rows = {}
 
     def steps_of(self, index: int) -> tf.Tensor:
         """How many steps the moments of each chosen row hold after this one, (rows, 1)."""
-        return variable_itself(self.steps[index]).sparse_read(self._rows[index]) + 1
+        return _read(self.steps[index], self._rows[index]) + 1
 
     @contextlib.contextmanager
     def of(self):
@@ -203,7 +204,7 @@ class ByRow:
         with _RowScope() as self._scope:
             for index, rows in self._rows.items():
                 for slot in self.slots[index]:
-                    self._scope.stand_in(slot, variable_itself(slot).sparse_read(rows))
+                    self._scope.stand_in(slot, _read(slot, rows))
             try:
                 yield
             finally:
@@ -220,12 +221,12 @@ class ByRow:
     def assign(self, variable: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> None:
         """Assigns `function` of what the chosen rows were to them."""
         index, found = self._places[_id(variable)]
-        rows, itself = self._rows[index], variable_itself(found)
-        old = self._scope.get_current_value(found)
-        new = function(itself.sparse_read(rows) if old is None else old)
+        rows, old = self._rows[index], self._scope.get_current_value(found)
+        new = function(_read(found, rows) if old is None else old)
         if old is not None:
             self._scope.stand_in(found, new)
-        itself.scatter_update(tf.IndexedSlices(new, rows))
+        for copy in _copies(found):
+            copy.scatter_update(tf.IndexedSlices(new, rows))
 
 
 class _RowScope(keras.StatelessScope):
@@ -237,6 +238,16 @@ class _RowScope(keras.StatelessScope):
     def add_update(self, update):
         variable, value = update
         variable_itself(variable).assign(value)
+
+
+def _copies(variable):
+    """The `tf.Variable`s of a Keras variable: one, or that of each replica of this process."""
+    itself = variable_itself(variable)
+    return getattr(itself, "values", (itself,))
+
+
+def _read(variable, rows):
+    return _copies(variable)[0].sparse_read(rows)
 
 
 def _id(variable):

@@ -12,11 +12,13 @@ in their place.
 """
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
 
 from dp_keras_opt import _keras, workers
+from dp_keras_opt.clipping import table_rows
 from dp_keras_opt.data import Blocks
 from dp_keras_opt.training import step
 
@@ -26,8 +28,7 @@ def check_compiled(model, optimizer):
 
     Raises:
         ValueError: the optimizer's variables would not be on all replicas, or XLA is asked to
-            compile for several logical CPUs, of which it has one; or the optimizer moves some rows
-            of tables, which replicas do not add up.
+            compile for several logical CPUs, of which it has one.
     """
     strategy = model.distribute_strategy
     if not workers.is_used(strategy):
@@ -37,11 +38,6 @@ def check_compiled(model, optimizer):
         raise ValueError(
             "The model and its optimizer were not both made under the strategy that is in use. "
             "Make both within `with strategy.scope():`."
-        )
-    if optimizer.sparse_embeddings is not None:
-        raise ValueError(
-            "sparse_embeddings is not for training under a strategy: replicas add up what has the "
-            "same size on each. Train on one device, or leave it out."
         )
     several = workers.local(strategy) > 1
     if model.jit_compile and several and "CPU" in strategy.extended.worker_devices[0]:
@@ -86,8 +82,11 @@ def train_function(model, local_sums):
 
     def on_replica(data):
         sums, logs = local_sums(data)
-        form[:] = [tf.nest.map_structure(lambda part: part.shape, sums)]
-        return tf.concat([tf.reshape(part, [-1]) for part in tf.nest.flatten(sums)], 0), logs
+        form[:] = [[[None if _is_by_row(part) else part.shape for part in one] for one in sums]]
+        parts = [part for one in sums for part in one]
+        flat = [tf.reshape(part, [-1]) for part in parts if not _is_by_row(part)]
+        rows = [(p.indices, p.values, p.dense_shape) for p in parts if _is_by_row(p)]
+        return tf.concat([tf.zeros([0]), *flat], 0), rows, logs
 
     compiled = on_replica
     if model.jit_compile and not model.run_eagerly:
@@ -100,9 +99,10 @@ def train_function(model, local_sums):
         def sums_of_all(_):  # each replica has asked for itself, from its own copies of variables
             if not workers.is_used(strategy):
                 return local_sums(data)
-            flat, logs = strategy.run(run, args=(data,))
+            flat, rows, logs = strategy.run(run, args=(data,))
             total = strategy.reduce(tf.distribute.ReduceOp.SUM, flat, axis=None)
-            return _unpacked(total, form[0]), _local_mean(strategy, logs)
+            rows = [_of_all(strategy, *of_one) for of_one in rows]
+            return _unpacked(total, rows, form[0]), _local_mean(strategy, logs)
 
         with strategy.scope():
             return step.train_step(model, sums_of_all)
@@ -138,11 +138,35 @@ def test_function(model):
     return function
 
 
-def _unpacked(flat, form):
-    """The sums of each query, from all of them in one vector, which is added up at once."""
-    shapes = [shape for query in form for shape in query]
+def _is_by_row(part):
+    """Whether it is the sum of a table of which few rows are moved: of another size on each."""
+    return isinstance(part, tf.IndexedSlices)
+
+
+def _of_all(strategy, ids, values, shape):
+    """The rows of a table that any replica has, added up replica by replica: of a sum of more than
+    two numbers in any order, workers would get different last bits."""
+    row, shape = (strategy.experimental_local_results(part)[0] for part in (values, shape))
+    sizes = strategy.gather(strategy.run(lambda part: tf.shape(part)[:1], args=(ids,)), axis=0)
+    values = tf.ensure_shape(strategy.gather(values, axis=0), [None, *row.shape[1:]])
+    ids, values = (
+        tf.split(part, sizes, num=strategy.num_replicas_in_sync)
+        for part in (strategy.gather(ids, axis=0), values)
+    )
+    parts = (tf.IndexedSlices(v, i, shape) for i, v in zip(ids, values, strict=True))
+    return functools.reduce(table_rows.added, parts)
+
+
+def _unpacked(flat, rows, form):
+    """The sums of each query: all but rows of tables from one vector, which is added up at once."""
+    shapes = [shape for query in form for shape in query if shape is not None]
     parts = iter(tf.split(flat, [shape.num_elements() for shape in shapes]))
-    return [[tf.reshape(next(parts), shape) for shape in query] for query in form]
+    rows = iter(rows)
+
+    def part(shape):
+        return next(rows) if shape is None else tf.reshape(next(parts), shape)
+
+    return [[part(shape) for shape in query] for query in form]
 
 
 def _local_mean(strategy, logs):

@@ -168,6 +168,47 @@ def assert_those_of_one_device(strategy, **settings):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def tables(rule, **compiled):
+    """Two tables of which some rows are looked up, by each example in ten places."""
+    inputs = keras.Input((10,), dtype="int32")
+    rows = keras.layers.Embedding(50, 4, name="words")(inputs)
+    others = keras.layers.Embedding(9, 2, name="kinds")(inputs % 9)
+    pool = keras.layers.GlobalAveragePooling1D()
+    both = keras.layers.Concatenate()([pool(rows), pool(others)])
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(both))
+    model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
+    model.compile(rule(), **{"loss": "mse", "jit_compile": False} | compiled)
+    return model
+
+
+def rows_of_tables_are_those_of_one_device(strategy):
+    """Without noise the rows that are touched are moved; with noise, the same on all."""
+    ids = np.random.default_rng(0).zipf(1.5, (60, 10)).clip(max=50).astype("int32") - 1
+    for kind, settings in ((dp.optimizers.DPSGD, {}), (dp.optimizers.DPAdam, {"epsilon": 1e-2})):
+        for given in (None, {"words": [0, 1, 2, 7], "kinds": range(9)}):
+            sparse = dp.optimizers.SparseEmbeddings(1.0 if given is None else None, rows=given)
+            rule = optimizer(
+                kind, 0.5, noise_multiplier=0.0, sparse_embeddings=sparse, batch_size=20, **settings
+            )
+            weights = []
+            for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+                with scope():
+                    model = tables(rule)
+                before = model.get_weights()[0]
+                batches = dp.data.poisson_batches((ids, Y), 20, 4, seed=5)
+                model.fit(batches, epochs=2, verbose=0)
+                weights.append(model.get_weights())
+                moved = np.any(model.get_weights()[0] != before, axis=1)
+                assert moved[:3].all() and not moved.all()
+            for ours, theirs in zip(*weights, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    with strategy.scope():
+        sparse = dp.optimizers.SparseEmbeddings(1.0)
+        model = tables(optimizer(sparse_embeddings=sparse, noise_multiplier=0.5, batch_size=20))
+    model.fit(dp.data.poisson_batches((ids, Y), 20, 4), epochs=2, verbose=0)
+    assert_same_on_all(strategy, model)
+
+
 def public_rows_are_averaged_once(strategy):
     rule = optimizer(dp.optimizers.PDADPMD, 0.1, noise_multiplier=0.0, steps=10)
     weights = []
@@ -324,8 +365,6 @@ def what_cannot_be_is_refused(strategy):
         model = make(optimizer())
         refused("Make both within", lambda: make(lambda: outside))
         refused("Leave jit_compile out", lambda: make(optimizer(), jit_compile=True))
-        few_rows = optimizer(sparse_embeddings=dp.optimizers.SparseEmbeddings())
-        refused("not for training under a strategy", lambda: make(few_rows))
     refused("Several replicas need Batches", lambda: model.fit(X, Y, shuffle=False, verbose=0))
     sizes = {0: BATCH, 3: 2 * BATCH}
     with strategy.scope():
@@ -474,6 +513,7 @@ MIRRORED = {
         points_are_those_of_one_device,
         geometries_are_those_of_one_device,
         probes_of_noise_are_the_same_on_all,
+        rows_of_tables_are_those_of_one_device,
         public_rows_are_averaged_once,
         users_are_clipped_whole,
         buckets_are_those_of_one_device,
@@ -513,7 +553,24 @@ def worker(folder, run):
     check_data(strategy, task)
     check_steps(strategy)
     check_arrays(strategy)
+    check_tables(strategy)
     print("ok", flush=True)
+
+
+def check_tables(strategy):
+    """Both workers move the same rows by the same noise, though each has looked others up."""
+    ids = np.random.default_rng(0).zipf(1.5, (60, 10)).clip(max=50).astype("int32") - 1
+    sparse = dp.optimizers.SparseEmbeddings(1.0)
+    with strategy.scope():
+        model = tables(optimizer(sparse_embeddings=sparse, noise_multiplier=0.5))
+        batches = dp.data.poisson_batches((ids, Y), BATCH, 4)
+    before = model.get_weights()[0]
+    model.fit(batches, verbose=0)
+    after = model.get_weights()
+    assert 0 < np.sum(np.any(after[0] != before, axis=1)) < 50
+    flat = np.concatenate([w.ravel() for w in after])
+    first, second = gathered(flat.tobytes(), strategy)
+    assert first == second
 
 
 def check_budget(strategy):
