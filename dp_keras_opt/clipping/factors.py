@@ -71,7 +71,7 @@ class Factor(abc.ABC):
         """Σ_b weights_b · gradient_b, in the variable's shape, added up in `dtype`.
 
         Each contribution is within C, but what others add is rounded in units of the running sum,
-        which it moves. In float32 b rows are added at once (`over_rows`), so that B rows of one term
+        which it moves. In float32 b rows are added at once (`over_rows`): B rows, of one term each,
         are off by 2⁻²⁴(b + 1)BC at most, and what one moves by twice that.
 
         In float64 where a part of each contribution is taken away from the sum alone, and what is

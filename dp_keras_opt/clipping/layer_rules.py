@@ -393,7 +393,7 @@ class Standardized(Mapped):
         return self.function(self.inner_factor.weighted_sum(weights, dtype))
 
     def l1_norm(self, scale=None):
-        whole = self.inner_factor.l1_norm(self.stretches("l1", scale))
+        whole = self.inner_factor.l1_norm(self.stretches("l2", scale))  # the map may: by 2 + max|ŵ|
         return tf.maximum(super().l1_norm(scale), LEAST_OF_PARTS * whole)
 
     def squared_norm(self, scale=None):

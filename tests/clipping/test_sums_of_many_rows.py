@@ -14,7 +14,7 @@ import dp_keras_opt as dp
 from dp_keras_opt.clipping import Query, factors
 from dp_keras_opt.clipping.geometry import Kronecker, LowRank
 from dp_keras_opt.layers import StandardizedConv2D
-from tests.clipping.test_cancelling_terms import MODES, D, V, gated, moved, private, summed, tied
+from tests.clipping.test_cancelling_terms import MODES, D, V, gated, moved, private, tied
 
 layers = keras.layers
 UNIT = 2.0**-24
