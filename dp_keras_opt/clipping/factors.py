@@ -25,6 +25,13 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 #: Of the lengths of terms that cancel, what a norm is at least.
 LEAST_OF_TERMS = 2.0**-8
 
+#: Of what is summed over the batch by itself, and a part taken away from the sum, what is left at
+#: least. Images of smooth greys before a standardized kernel come near, and nothing else is known.
+LEAST_OF_PARTS = 2.0**-4
+
+#: So many rows are summed at once in float32, or such a share of all.
+ROWS, SHARES = 512, 16
+
 #: Up to so many positions, a norm in a geometry is found from their pairs.
 FEW_POSITIONS = 8
 
@@ -60,8 +67,17 @@ class Factor(abc.ABC):
         return (_l1(gradients) if norm == "l1" else tf.sqrt(_l2_squared(gradients))), 1
 
     @abc.abstractmethod
-    def weighted_sum(self, weights):
-        """Σ_b weights_b · gradient_b, in the variable's shape."""
+    def weighted_sum(self, weights, dtype=tf.float32):
+        """Σ_b weights_b · gradient_b, in the variable's shape, added up in `dtype`.
+
+        Each contribution is within C, but what others add is rounded in units of the running sum,
+        which it moves. In float32 b rows are added at once (`over_rows`): B rows, of one term each,
+        are off by 2⁻²⁴(b + 1)BC at most, and what one moves by twice that.
+
+        In float64 where a part of each contribution is taken away from the sum alone, and what is
+        summed may be 2⁸ times as long (`LEAST_OF_TERMS`): B rows of T terms are off by
+        2⁻⁵³BT·2⁸BC, next to nothing, and by 2⁻²⁴BC when the result is rounded.
+        """
 
     def weighted_sum_of_squares(self, weights):
         """Σ_b (weights_b · gradient_b)², in the variable's shape.
@@ -116,8 +132,8 @@ class DenseGradients(Factor):
     def squared_norm(self, scale=None):
         return _l2_squared(_scaled(self.gradients, scale))
 
-    def weighted_sum(self, weights):
-        return _combined(weights, self.gradients)
+    def weighted_sum(self, weights, dtype=tf.float32):
+        return _combined(weights, self.gradients, dtype)
 
     def mapped(self, function):
         return DenseGradients(function(self.gradients))
@@ -299,17 +315,20 @@ class OuterProducts(Factor):
         order = [axis for axis in self.order if self.layout[axis] != 1]
         return order == sorted(order)
 
-    def weighted_sum(self, weights):
+    def weighted_sum(self, weights, dtype=tf.float32):
         if self._gradients is not None:
-            return self._as_variable(_combined(weights, self._gradients))
+            return self._as_variable(_combined(weights, self._gradients, dtype))
         # A weight could make the deltas of one term vanish, or overflow, and not of that which the
         # term has to cancel with: only terms in the same units go to zero alike.
         inputs, largest = _unit_range(self.inputs, 3)
         weighted = _finite(_first(largest, self.deltas) * weights[:, None, None, None])
+        return self._as_variable(over_rows(self._of_rows, dtype, inputs, weighted))
+
+    def _of_rows(self, inputs, deltas):
         if self._sizes[0] == 1:
-            inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (inputs, weighted))
-            return self._as_variable(tf.matmul(inputs, deltas, transpose_a=True))
-        return self._as_variable(tf.einsum("bgti,bgto->gio", inputs, weighted))
+            inputs, deltas = (tf.reshape(t, (-1, t.shape[-1])) for t in (inputs, deltas))
+            return tf.matmul(inputs, deltas, transpose_a=True)
+        return tf.einsum("bgti,bgto->gio", inputs, deltas)
 
     def weighted_sum_of_squares(self, weights):
         weights = weights[:, None, None, None]
@@ -406,8 +425,11 @@ class Lookup(Factor):
         same = tf.cast(self.ids[:, :, None] == self.ids[:, None, :], tf.float32)
         return in_full(tf.matmul, same, self.deltas), tf.reduce_sum(same, axis=2)
 
-    def weighted_sum(self, weights):
-        return self._scatter(self.deltas * weights[:, None, None])
+    def weighted_sum(self, weights, dtype=tf.float32):
+        # Of a large table a sum for each part of the rows would take longer than one in float64.
+        double = (self.deltas.shape[0] or 0) > ROWS
+        values = tf.cast(self.deltas * weights[:, None, None], tf.float64 if double else dtype)
+        return tf.cast(self._scatter(values), dtype)
 
     def places(self):
         """Which positions have a gradient, (B, T)."""
@@ -455,12 +477,16 @@ class Lookup(Factor):
 def rows_once(ids, values, shape):
     """Rows of a table of this shape, as `tf.IndexedSlices` in which equal ones are added up."""
     ids, places = tf.unique(ids)
-    total = tf.math.unsorted_segment_sum(values, places, tf.size(ids))
+    total = tf.math.unsorted_segment_sum(tf.cast(values, tf.float64), places, tf.size(ids))
+    total = tf.cast(total, values.dtype)
     return tf.IndexedSlices(total, ids, tf.convert_to_tensor(shape, tf.int32))
 
 
 class TiedTable(Factor):
     """An embedding whose table is also the output projection: a look-up plus a matrix product.
+
+    Each is summed over the batch by itself, in float32, since heads are large. So a norm is at
+    least `LEAST_OF_PARTS` of theirs: what is summed is not much longer than what is left of it.
 
     Args:
         lookup: `Lookup` of the look-ups.
@@ -476,7 +502,12 @@ class TiedTable(Factor):
     def squared_norm(self, scale=None):
         lookup, products = self.lookup.squared_norm(scale), self.products.squared_norm(scale)
         total = tf.maximum(lookup + products + 2 * self._cross(scale), 0.0)
-        return with_rounding(total, self.terms("l2", scale), in_a_row(self.shape[1]))
+        total = with_rounding(total, self.terms("l2", scale), in_a_row(self.shape[1]))
+        return tf.maximum(total, tf.square(LEAST_OF_PARTS * (tf.sqrt(lookup) + tf.sqrt(products))))
+
+    def l1_norm(self, scale=None):
+        parts = self.lookup.l1_norm(scale) + self.products.l1_norm(scale)
+        return tf.maximum(super().l1_norm(scale), LEAST_OF_PARTS * parts)
 
     def terms(self, norm, scale=None):
         (one, count), (other, more) = (
@@ -498,8 +529,8 @@ class TiedTable(Factor):
         products = tf.matmul(deltas, looked_up, transpose_b=True)
         return tf.cast(tf.reduce_sum(at_ids * products, axis=(1, 2)), tf.float32)
 
-    def weighted_sum(self, weights):
-        return self.lookup.weighted_sum(weights) + self.products.weighted_sum(weights)
+    def weighted_sum(self, weights, dtype=tf.float32):
+        return self.lookup.weighted_sum(weights, dtype) + self.products.weighted_sum(weights, dtype)
 
     def along(self, direction):
         return self.lookup.along(direction) + self.products.along(direction)
@@ -519,8 +550,8 @@ class Mapped(Factor):
 
     Args:
         inner: the factor.
-        function: the map, of tensors (..., *shape). It mixes the entries that have one number of
-            `stretch`, and makes no vector of these longer, in L2, than that number does.
+        function: the map, of tensors (..., *shape) of float32 or float64. It mixes the entries that
+            have one number of `stretch`, and makes no vector of these longer, in L2, than that.
         stretch: numbers that broadcast to the variable's shape, of as many axes.
     """
 
@@ -535,16 +566,20 @@ class Mapped(Factor):
 
     def terms(self, norm, scale=None):
         """Those before the map: it may take most of them away, and leave their rounding."""
+        return self.inner_factor.terms(norm, self.stretches(norm, scale))
+
+    def stretches(self, norm, scale=None):
+        """How much longer map and `scale` make an entry at most, in the variable's shape."""
         shape, stretch = self.shape, self.stretch
         mixed = [axis for axis, size in enumerate(stretch.shape) if size == 1]
         if scale is not None:
             stretch *= tf.reduce_max(scale, axis=mixed, keepdims=True)
         if norm == "l1":  # ‖v‖₁ ≤ √n ‖v‖₂
             stretch *= math.sqrt(math.prod(shape[axis] for axis in mixed))
-        return self.inner_factor.terms(norm, tf.broadcast_to(stretch, shape))
+        return tf.broadcast_to(stretch, shape)
 
-    def weighted_sum(self, weights):
-        return self.function(self.inner_factor.weighted_sum(weights))
+    def weighted_sum(self, weights, dtype=tf.float32):
+        return tf.cast(self.function(self.inner_factor.weighted_sum(weights, tf.float64)), dtype)
 
     def mapped(self, function):
         return self._of(self.inner_factor.mapped(function))
@@ -680,13 +715,38 @@ def zeroing(valid):
     return lambda tensor: tf.where(column(tensor.shape.rank), tensor, 0.0)
 
 
-def _combined(weights, gradients):
-    """Σ_b weights_b · gradients_b of gradients (B, ...), as one product of matrices."""
+def _combined(weights, gradients, dtype):
+    """Σ_b weights_b · gradients_b of gradients (B, ...), as products of matrices."""
     rows, *shape = sizes_of(gradients)
     if len(shape) != 1:
         gradients = tf.reshape(gradients, (rows, math.prod(shape)))
-    total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+    product = functools.partial(tf.linalg.matvec, transpose_a=True)
+    total = over_rows(product, dtype, gradients, weights)
     return total if len(shape) == 1 else tf.reshape(total, shape)
+
+
+def over_rows(product, dtype, *tensors):
+    """`product` of tensors (B, ...), which sums over the rows; in float32, of b of them at a time.
+
+    A row moves the rounding of those that it is added up with. Of b, if each is of one term not
+    longer than C, the sum is off by 2⁻²⁴ · b · bC at most; those of others are as they were if
+    their rows are, and are added to it in float64, where kernels cannot go on from one to the next.
+    The terms of one row lie side by side: they are added up before the next row.
+
+    Args:
+        product: of tensors of some rows.
+        dtype: float32, or float64, in which all rows are summed at once.
+        *tensors: of a number of rows that is known, or they are summed at once, too.
+    """
+    rows = tensors[0].shape[0]
+    if dtype == tf.float64 or rows is None or rows <= ROWS:
+        return product(*(tf.cast(each, dtype) for each in tensors))
+    size, total = max(ROWS, -(-rows // SHARES)), 0.0
+    for start in range(0, rows, size):
+        with tf.control_dependencies([total] if start else []):  # not all of them at once
+            part = product(*(each[start : start + size] for each in tensors))
+            total += tf.cast(part, tf.float64)
+    return tf.cast(total, dtype)
 
 
 def _merged(tensor, size, axis):

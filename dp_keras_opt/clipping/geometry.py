@@ -137,12 +137,15 @@ class Mixed(Factor):
         own, terms = self.inner_factor.terms(norm)
         return total + self.rest * own, count + terms
 
-    def weighted_sum(self, weights):
-        moved = tf.linalg.matvec(self.moved, weights, transpose_a=True)
-        total = tf.tensordot(moved, self.directions, 1)
-        if self.inner_factor is None:
-            return total
-        return total + self.rest * self.inner_factor.weighted_sum(weights)
+    def weighted_sum(self, weights, dtype=tf.float32):
+        moved, directions, rest, weights_of_moved = (
+            tf.cast(each, tf.float64) for each in (self.moved, self.directions, self.rest, weights)
+        )
+        moved = tf.linalg.matvec(moved, weights_of_moved, transpose_a=True)
+        total = tf.tensordot(moved, directions, 1)
+        if self.inner_factor is not None:
+            total += rest * self.inner_factor.weighted_sum(weights, tf.float64)
+        return tf.cast(total, dtype)
 
     def along(self, direction):
         along = products_of_rows(as_rows(direction[None]), as_rows(self.directions))
@@ -187,8 +190,10 @@ class Centred(Factor):
         centre = self.centre if scale is None else scale * self.centre
         return total + tf.norm(centre, ord=1 if norm == "l1" else 2), count + 1
 
-    def weighted_sum(self, weights):
-        return self.inner_factor.weighted_sum(weights) - tf.reduce_sum(weights) * self.centre
+    def weighted_sum(self, weights, dtype=tf.float32):
+        count = tf.reduce_sum(tf.cast(weights, tf.float64))
+        total = self.inner_factor.weighted_sum(weights, tf.float64)
+        return tf.cast(total - count * tf.cast(self.centre, tf.float64), dtype)
 
     def along(self, direction):
         return self.inner_factor.along(direction) - tf.reduce_sum(self.centre * direction)
@@ -256,6 +261,7 @@ def _product(tensor, left, right, shape):
     """L·G·R of tensors (..., *shape)."""
     *rows, columns = tuple(shape) or (1,)
     matrix = tf.reshape(tensor, (-1, math.prod(rows), columns))
+    left, right = (each if each is None else tf.cast(each, tensor.dtype) for each in (left, right))
     matrix = matrix if left is None else in_full(tf.matmul, left, matrix)
     matrix = matrix if right is None else in_full(tf.matmul, matrix, right)
     return tf.reshape(matrix, tf.shape(tensor))

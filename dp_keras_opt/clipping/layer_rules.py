@@ -17,6 +17,7 @@ from keras import layers
 
 from dp_keras_opt._keras import broadcast_by_row, can_broadcast, is_rematerialized
 from dp_keras_opt.clipping.factors import (
+    LEAST_OF_PARTS,
     DenseGradients,
     Lookup,
     Mapped,
@@ -377,6 +378,9 @@ class Standardized(Mapped):
     and the sums of products s = Σg/√n and v = ⟨g, ŵ⟩/√n, the squared norm is
 
         (‖g‖² − s² − (2 − p)v² + 2m s v)/σ².
+
+    What is taken away is taken from the sum, which is in float32, since such kernels are many. So a
+    norm is at least `LEAST_OF_PARTS` of that of g/σ.
     """
 
     def __init__(self, inner, layer):
@@ -385,10 +389,18 @@ class Standardized(Mapped):
         through = functools.partial(layer.gradient_of_kernel, kernel=kernel)
         super().__init__(inner, through, 1.0 / self.deviation)
 
+    def weighted_sum(self, weights, dtype=tf.float32):
+        return self.function(self.inner_factor.weighted_sum(weights, dtype))
+
+    def l1_norm(self, scale=None):
+        whole = self.inner_factor.l1_norm(self.stretches("l2", scale))  # the map may: by 2 + max|ŵ|
+        return tf.maximum(super().l1_norm(scale), LEAST_OF_PARTS * whole)
+
     def squared_norm(self, scale=None):
         inner = self.inner_factor
         if scale is not None or inner.is_small:
-            return super().squared_norm(scale)
+            whole = inner.squared_norm(self.stretches("l2", scale))
+            return tf.maximum(super().squared_norm(scale), LEAST_OF_PARTS**2 * whole)
         filters = inner.as_matrix(self.standardized)  # (G, n, O)
         deviation = inner.as_matrix(tf.broadcast_to(self.deviation, inner.shape))[:, :1]
         deltas, n = inner.deltas / deviation, filters.shape[1]
@@ -410,7 +422,7 @@ class Standardized(Mapped):
         (total, count), before = whole.terms("l2"), whole.squared_norm()
         left = tf.maximum(before - away, 0.0)
         left += 10 * rounding(in_a_row(n) + count, full=True) * total * tf.sqrt(before)
-        return with_rounding(left, (total, count))
+        return tf.maximum(with_rounding(left, (total, count)), LEAST_OF_PARTS**2 * before)
 
     def along(self, direction):
         return self.inner_factor.along(self.function(direction))  # the map is symmetric

@@ -87,12 +87,12 @@ def _length(size):
 
 
 def in_full(product, one, other):
-    """`product`, bilinear, of two float32 tensors, as exact as float32 nearly is.
+    """`product`, bilinear, of two float32 tensors, as exact as float32 nearly is; of float64 as is.
 
     Each factor in two parts, a = a₁ + a₂ with |a₂| < 2⁻¹⁰ |a|, of which TF32 takes a₁ as it is.
     What is lost is a₂b₂, and 2⁻¹⁰ of a₁b₂ and of a₂b₁: less than 3 · 2⁻²⁰ of the product.
     """
-    if not is_coarse():
+    if not is_coarse() or one.dtype == tf.float64:
         return product(one, other)
     (a, a_rest), (b, b_rest) = _parts(one), _parts(other)
     return product(a, b) + (product(a, b_rest) + product(a_rest, b))

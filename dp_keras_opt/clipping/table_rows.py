@@ -58,7 +58,9 @@ def counts(query, gradients, variables, factor):
         places = first[index]
         shares = tf.boolean_mask(tf.broadcast_to(share[:, None], tf.shape(places)), places)
         ids = tf.boolean_mask(gradients[index].ids, places)
-        return tf.math.unsorted_segment_sum(shares, ids, variables[index].shape[0])
+        shares = tf.cast(shares, tf.float64)  # as in `rows_once`
+        total = tf.math.unsorted_segment_sum(shares, ids, variables[index].shape[0])
+        return tf.cast(total, tf.float32)
 
     return tf.concat([of_table(index) for index in query.tables.trained], axis=0)
 

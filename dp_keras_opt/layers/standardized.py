@@ -68,7 +68,8 @@ class StandardizedConv2D(keras.layers.Conv2D):
             gradient: that in what the kernel is used as, (..., *shape).
             kernel: where it is taken; None for the kernel as it is.
         """
-        standardized, deviation = self.standardized(self.kernel if kernel is None else kernel)
+        pair = self.standardized(self.kernel if kernel is None else kernel)
+        standardized, deviation = (ops.cast(each, gradient.dtype) for each in pair)
         along = standardized * ops.mean(gradient * standardized, _OF_FILTER, keepdims=True)
         return (gradient - ops.mean(gradient, _OF_FILTER, keepdims=True) - along) / deviation
 

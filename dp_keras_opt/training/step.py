@@ -194,8 +194,9 @@ def sums_in_chunks(model, state, parts, queries, engines):
     def sums_of(*chunk):
         return _sums_of_chunk(model, state, clipping.Batch(*chunk), queries, engines)
 
-    # From zeros: a first chunk in front of the loop would stand in the graph a second time.
-    sums = [_zeros(query, model.trainable_variables) for query in queries]
+    # From zeros: a first chunk in front of the loop would stand in the graph a second time. Added
+    # up in float64: what a chunk adds is not to be rounded in units of all others.
+    sums = _in(tf.float64, [_zeros(query, model.trainable_variables) for query in queries])
     once = [tf.convert_to_tensor(variable) for variable in engines.moving]
     for batch, most in ((first, limit), *others):
         is_static = compiled or batch.num_rows is not None or (not others and most == state.block)
@@ -210,7 +211,8 @@ def sums_in_chunks(model, state, parts, queries, engines):
             traced = traced.get_concrete_function(*chunk(0))
 
         def add(index, sums, once, traced=traced, chunk=chunk, is_first=batch is first):
-            sums = tf.nest.map_structure(table_rows.added, sums, traced(*chunk(index)))
+            more = _in(tf.float64, traced(*chunk(index)))
+            sums = tf.nest.map_structure(table_rows.added, sums, more)
             if is_first:
                 moved = [tf.convert_to_tensor(variable) for variable in engines.moving]
                 once = [tf.where(index == 0, *pair) for pair in zip(moved, once, strict=True)]
@@ -224,7 +226,18 @@ def sums_in_chunks(model, state, parts, queries, engines):
         _, sums, once = tf.while_loop(is_left, add, start, shape_invariants=shapes)
     for variable, value in zip(engines.moving, once, strict=True):
         variable.assign(value)  # it is saved, and would tell how many rows the batches had
-    return sums
+    return _in(tf.float32, sums)
+
+
+def _in(dtype, sums):
+    """Tensors, and rows of tables, in this type."""
+
+    def cast(value):
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
+        return tf.cast(value, dtype)
+
+    return tf.nest.map_structure(cast, sums)
 
 
 def _limits(state, parts, engines):
