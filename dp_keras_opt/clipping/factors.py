@@ -82,11 +82,10 @@ class Factor(abc.ABC):
     def weighted_sum_of_squares(self, weights):
         """Σ_b (weights_b · gradient_b)², in the variable's shape.
 
-        The weight goes in before the square, since the square of a large gradient overflows.
+        The weight goes in before the square, since the square of a large gradient overflows. Added
+        up as in `weighted_sum`: each is within C², and what others add is rounded.
         """
-        gradients = self.materialize()
-        weights = tf.reshape(weights, (-1,) + (1,) * (gradients.shape.rank - 1))
-        return tf.reduce_sum(tf.square(weights * gradients), axis=0)
+        return _squares(weights, self.materialize())
 
     def inner(self, directions):
         """⟨gradient_b, u_k⟩ for each example b and direction, (B, k); directions (k, *shape)."""
@@ -331,16 +330,14 @@ class OuterProducts(Factor):
         return tf.einsum("bgti,bgto->gio", inputs, deltas)
 
     def weighted_sum_of_squares(self, weights):
-        weights = weights[:, None, None, None]
         if self._gradients is not None:
-            squares = tf.square(weights * self._gradients)
-            return self._as_variable(tf.reduce_sum(squares, axis=0))
+            return self._as_variable(_squares(weights, self._gradients))
         if self._sizes[:2] == (1, 1):
             a, largest = _unit_range(self.inputs, 3)
-            b = _finite(_first(largest, self.deltas) * weights)
+            b = _finite(_first(largest, self.deltas) * weights[:, None, None, None])
             squares = tf.square(a[:, 0, 0]), tf.square(b[:, 0, 0])
-            return self._as_variable(tf.matmul(*squares, transpose_a=True))
-        blocks = [tf.reduce_sum(tf.square(weights * g), axis=0) for g in self._blocks(None)]
+            return self._as_variable(over_rows(_over_positions, tf.float32, *squares))
+        blocks = [_squares(weights, block) for block in self._blocks(None)]
         return self._as_variable(tf.concat(blocks, axis=1))
 
     def inner(self, directions):
@@ -426,10 +423,7 @@ class Lookup(Factor):
         return in_full(tf.matmul, same, self.deltas), tf.reduce_sum(same, axis=2)
 
     def weighted_sum(self, weights, dtype=tf.float32):
-        # Of a large table a sum for each part of the rows would take longer than one in float64.
-        double = (self.deltas.shape[0] or 0) > ROWS
-        values = tf.cast(self.deltas * weights[:, None, None], tf.float64 if double else dtype)
-        return tf.cast(self._scatter(values), dtype)
+        return self._scatter(self.deltas * weights[:, None, None], dtype)
 
     def places(self):
         """Which positions have a gradient, (B, T)."""
@@ -454,15 +448,18 @@ class Lookup(Factor):
     def weighted_sum_of_squares(self, weights):
         sums, repeats = self._sums()
         squares = tf.square(weights[:, None, None] * sums)
-        return self._scatter(squares / repeats[..., None])
+        return self._scatter(squares / repeats[..., None], tf.float32)
 
     def along(self, direction):
         products = tf.cast(tf.gather(direction, self.ids) * self.deltas, tf.float64)
         return tf.cast(tf.reduce_sum(products, axis=(1, 2)), tf.float32)
 
-    def _scatter(self, values):
-        values = tf.reshape(values, (-1, self.shape[1]))
-        return tf.math.unsorted_segment_sum(values, tf.reshape(self.ids, (-1,)), self.shape[0])
+    def _scatter(self, values, dtype):
+        # Of a large table a sum for each part of the rows would take longer than one in float64.
+        double = (self.deltas.shape[0] or 0) > ROWS
+        values = tf.cast(tf.reshape(values, (-1, self.shape[1])), tf.float64 if double else dtype)
+        ids = tf.reshape(self.ids, (-1,))
+        return tf.cast(tf.math.unsorted_segment_sum(values, ids, self.shape[0]), dtype)
 
     def mapped(self, function):
         return Lookup(self.ids, function(self.deltas), self.shape, self.distinct)
@@ -723,6 +720,16 @@ def _combined(weights, gradients, dtype):
     product = functools.partial(tf.linalg.matvec, transpose_a=True)
     total = over_rows(product, dtype, gradients, weights)
     return total if len(shape) == 1 else tf.reshape(total, shape)
+
+
+def _squares(weights, gradients):
+    """Σ_b (weights_b · gradients_b)² of gradients (B, ...)."""
+
+    def squares(weights, gradients):
+        return tf.reduce_sum(tf.square(weights * gradients), axis=0)
+
+    weights = tf.reshape(weights, (-1,) + (1,) * (gradients.shape.rank - 1))
+    return over_rows(squares, tf.float32, weights, gradients)
 
 
 def over_rows(product, dtype, *tensors):

@@ -14,7 +14,7 @@ import dp_keras_opt as dp
 from dp_keras_opt.clipping import Query, factors
 from dp_keras_opt.clipping.geometry import Kronecker, LowRank
 from dp_keras_opt.layers import StandardizedConv2D
-from tests.clipping.test_cancelling_terms import MODES, D, V, gated, moved, private, tied
+from tests.clipping.test_cancelling_terms import MODES, D, V, gated, moved, private, summed, tied
 
 layers = keras.layers
 UNIT = 2.0**-24
@@ -47,6 +47,12 @@ def biased():
         layers.Multiply()([dense(zeros), x])
     )
     return private(x, outputs)
+
+
+def looked_up():
+    """A look-up times p."""
+    ids, p = keras.Input((1,), dtype="int32", name="ids"), keras.Input((1, 1), name="p")
+    return private({"ids": ids, "p": p}, summed([layers.Embedding(V, 1)(ids), p]))
 
 
 def only(index, tensor):
@@ -143,6 +149,25 @@ def test_of_a_plain_kernel(size, compiled):
     found = moved(gated(size, 1), given, target(rows), Query(clip_norm=1.0), compiled)
     at_once = rows // factors.SHARES
     assert 0.9 <= found <= 1 + 2 * UNIT * (at_once**2 + rows)
+
+
+@MODES
+@pytest.mark.parametrize("kind", ["kernel", "table"])
+def test_of_squares(kind, compiled):
+    """`weighted_sum_of_squares`, as `SubspaceAdagrad` asks for it: a row moves it by C² at most."""
+    rows = 2**13
+    root = lengths(rows, 0.9, lift=0.1)[:, None]
+    root[0] = 1
+    root = np.sqrt(root)
+    if kind == "kernel":
+        model = gated(1, 1)
+        given = {"x": root[..., None], "gate": np.ones((rows, 1, 1), "float32")}
+    else:
+        model = looked_up()
+        given = {"ids": np.full((rows, 1), 7, "int32"), "p": root[..., None]}
+    query = Query(clip_norm=1.0, square=True)
+    found = moved(model, given, target(rows), query, compiled)
+    assert 0.9 <= found <= 1 + 2 * UNIT * (factors.ROWS**2 + rows)
 
 
 def test_of_a_batch_that_is_processed_in_chunks():
