@@ -85,7 +85,7 @@ def train_function(model, local_sums):
         form[:] = [[[None if _is_by_row(part) else part.shape for part in one] for one in sums]]
         parts = [part for one in sums for part in one]
         flat = [tf.reshape(part, [-1]) for part in parts if not _is_by_row(part)]
-        rows = [(p.indices, p.values, p.dense_shape) for p in parts if _is_by_row(p)]
+        rows = [_behind_one(part) for part in parts if _is_by_row(part)]
         return tf.concat([tf.zeros([0]), *flat], 0), rows, logs
 
     compiled = on_replica
@@ -143,9 +143,23 @@ def _is_by_row(part):
     return isinstance(part, tf.IndexedSlices)
 
 
+def _behind_one(rows):
+    """Ids and values with one row of zeros in front, and the shape of the table.
+
+    TensorFlow crashes where it gathers from replicas of which none has a row.
+    """
+    ids, values = tf.pad(rows.indices, [[1, 0]]), tf.pad(rows.values, [[1, 0], [0, 0]])
+    return ids, values, rows.dense_shape
+
+
 def _of_all(strategy, ids, values, shape):
     """The rows of a table that any replica has, added up replica by replica: of a sum of more than
-    two numbers in any order, workers would get different last bits."""
+    two numbers in any order, workers would get different last bits.
+
+    Args:
+        strategy: the strategy.
+        ids, values, shape: those of `_behind_one`, on each replica.
+    """
     row, shape = (strategy.experimental_local_results(part)[0] for part in (values, shape))
     sizes = strategy.gather(strategy.run(lambda part: tf.shape(part)[:1], args=(ids,)), axis=0)
     values = tf.ensure_shape(strategy.gather(values, axis=0), [None, *row.shape[1:]])
@@ -153,7 +167,7 @@ def _of_all(strategy, ids, values, shape):
         tf.split(part, sizes, num=strategy.num_replicas_in_sync)
         for part in (strategy.gather(ids, axis=0), values)
     )
-    parts = (tf.IndexedSlices(v, i, shape) for i, v in zip(ids, values, strict=True))
+    parts = (tf.IndexedSlices(v[1:], i[1:], shape) for i, v in zip(ids, values, strict=True))
     return functools.reduce(table_rows.added, parts)
 
 

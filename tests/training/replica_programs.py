@@ -209,6 +209,19 @@ def rows_of_tables_are_those_of_one_device(strategy):
     assert_same_on_all(strategy, model)
 
 
+def noise_on_rows_that_nobody_touches_has_its_scale(strategy):
+    """Of no table a replica has a row, of which TensorFlow would make a crash."""
+    ids = np.zeros((60, 10), "int32")
+    sparse = dp.optimizers.SparseEmbeddings(None, rows={"words": range(50), "kinds": range(9)})
+    with strategy.scope():
+        model = tables(optimizer(sparse_embeddings=sparse))
+    weights = Weights()
+    batches = dp.data.poisson_batches((ids, Y, np.zeros(60)), BATCH, 8)
+    model.fit(batches, verbose=0, callbacks=[weights])
+    assert_exactly(weights.steps, STD)
+    assert_same_on_all(strategy, model)
+
+
 def public_rows_are_averaged_once(strategy):
     rule = optimizer(dp.optimizers.PDADPMD, 0.1, noise_multiplier=0.0, steps=10)
     weights = []
@@ -499,6 +512,7 @@ def scores_are_released_once(strategy):
 MIRRORED = {
     2: [
         noise_has_its_scale,
+        noise_on_rows_that_nobody_touches_has_its_scale,
         scores_are_released_once,
         every_rule_keeps_replicas_equal,
         what_cannot_be_is_refused,
