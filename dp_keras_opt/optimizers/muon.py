@@ -172,8 +172,10 @@ class DPMuon(PrivateOptimizer, keras.optimizers.Muon):
         self.assign(m, self.momentum * m + gradient)
         m = ops.convert_to_tensor(m)
         matrix = gradient + self.momentum * m if self.nesterov else m
-        rate = ops.cast(learning_rate, variable.dtype)
-        self.assign_sub(variable, self.lr_adjust(rate * self._direction(index, matrix)))
+        # In float32: squares of small gradients would vanish from a norm in half precision.
+        direction = self._direction(index, ops.cast(matrix, "float32"))
+        step = self.lr_adjust(ops.cast(learning_rate, "float32") * direction)
+        self.assign_sub(variable, ops.cast(step, variable.dtype))
 
     def _direction(self, index, matrix):
         """O of the matrix, without the first term of what its noise bends of it."""
