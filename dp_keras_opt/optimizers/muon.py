@@ -22,7 +22,8 @@ class DPMuon(PrivateOptimizer, keras.optimizers.Muon):
     For each weight matrix m ← μ·m + g̃ and w ← w − η·r·O(g̃ + μ·m) (without `nesterov`: O(m)), with
     g̃ the privatized gradient, O the five steps of Newton and Schulz that bring all singular values
     near 1, and r = `rms_rate`·√(the longer side). All other variables, embeddings and the layers in
-    `exclude_layers` go to Keras's Adam.
+    `exclude_layers` go to Keras's Adam. A matrix is, as in Keras, what has two axes: the kernels of
+    attention and of convolutions have more, and its biases for queries, keys and values have two.
 
     Of a noisy matrix M + N, O is on average not O(M) but O(M) + ½Σ v·∂²O(M) + …, where v is the
     variance of N in each coordinate, which is public. With `bias_correction` a step goes along
@@ -172,8 +173,10 @@ class DPMuon(PrivateOptimizer, keras.optimizers.Muon):
         self.assign(m, self.momentum * m + gradient)
         m = ops.convert_to_tensor(m)
         matrix = gradient + self.momentum * m if self.nesterov else m
-        rate = ops.cast(learning_rate, variable.dtype)
-        self.assign_sub(variable, self.lr_adjust(rate * self._direction(index, matrix)))
+        # In float32: squares of small gradients would vanish from a norm in half precision.
+        direction = self._direction(index, ops.cast(matrix, "float32"))
+        step = self.lr_adjust(ops.cast(learning_rate, "float32") * direction)
+        self.assign_sub(variable, ops.cast(step, variable.dtype))
 
     def _direction(self, index, matrix):
         """O of the matrix, without the first term of what its noise bends of it."""

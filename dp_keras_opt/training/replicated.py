@@ -86,7 +86,7 @@ def train_function(model, local_sums):
         parts = [part for one in sums for part in one]
         flat = [tf.reshape(part, [-1]) for part in parts if not _is_by_row(part)]
         rows = [_behind_one(part) for part in parts if _is_by_row(part)]
-        return tf.concat([tf.zeros([0]), *flat], 0), rows, logs
+        return tf.concat([tf.zeros([1]), *flat], 0), rows, logs  # also where there is nothing else
 
     compiled = on_replica
     if model.jit_compile and not model.run_eagerly:
@@ -174,8 +174,8 @@ def _of_all(strategy, ids, values, shape):
 def _unpacked(flat, rows, form):
     """The sums of each query: all but rows of tables from one vector, which is added up at once."""
     shapes = [shape for query in form for shape in query if shape is not None]
-    parts = iter(tf.split(flat, [shape.num_elements() for shape in shapes]))
-    rows = iter(rows)
+    _, *parts = tf.split(flat, [1, *(shape.num_elements() for shape in shapes)])
+    parts, rows = iter(parts), iter(rows)
 
     def part(shape):
         return next(rows) if shape is None else tf.reshape(next(parts), shape)

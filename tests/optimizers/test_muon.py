@@ -1,5 +1,6 @@
 """DP-Muon: against NumPy, against Keras's own, and how much of the noise's bias is left."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -198,3 +199,21 @@ def test_arguments():
         DPMuon(0.05, 1.0, **PRIVATE)
     assert DPMuon(**PRIVATE).has_momentum and not DPMuon(0.1, 0.0, **PRIVATE).has_momentum
     assert not DPSGD(**PRIVATE).has_momentum
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_half_precision_move_as_others(dtype, bias_correction):
+    """Also by gradients whose squares half precision does not have."""
+    moved = []
+    for policy in ("float32", dtype):
+        inputs = keras.Input((6,), dtype=policy)
+        outputs = keras.layers.Dense(4, kernel_initializer="zeros", dtype=policy)(inputs)
+        private = PRIVATE | {"clip_norm": 1e-4, "noise_multiplier": 0.0}
+        model = dp.DPModel(inputs, outputs)
+        model.compile(DPMuon(0.1, 0.5, True, bias_correction, **private), "mse", jit_compile=False)
+        model.sampling = dp.accounting.Sampling.full(BATCH)
+        rng = np.random.default_rng(0)
+        model.train_on_batch(rng.normal(size=(BATCH, 6)), rng.normal(size=(BATCH, 4)))
+        moved.append(np.asarray(tf.cast(model.trainable_variables[0].value, "float32")))
+    np.testing.assert_allclose(moved[1], moved[0], atol=0.2 * np.abs(moved[0]).max())

@@ -222,6 +222,23 @@ def noise_on_rows_that_nobody_touches_has_its_scale(strategy):
     assert_same_on_all(strategy, model)
 
 
+def tables_alone_are_trained(strategy):
+    """Beside rows that are given there is nothing to be added up."""
+    ids = np.random.default_rng(0).integers(0, 50, (60, 10)).astype("int32")
+    sparse = dp.optimizers.SparseEmbeddings(None, rows={"words": range(50), "kinds": range(9)})
+    rule = optimizer(sparse_embeddings=sparse, noise_multiplier=0.0)
+    weights = []
+    for scope in (strategy.scope, tf.distribute.get_strategy().scope):
+        with scope():
+            model = tables(rule)
+            model.layers[-1].trainable = False
+            model.compile(rule(), "mse", jit_compile=False)
+        model.fit(dp.data.poisson_batches((ids, Y), BATCH, 3, seed=5), verbose=0)
+        weights.append(model.get_weights())
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def public_rows_are_averaged_once(strategy):
     rule = optimizer(dp.optimizers.PDADPMD, 0.1, noise_multiplier=0.0, steps=10)
     weights = []
@@ -513,6 +530,7 @@ MIRRORED = {
     2: [
         noise_has_its_scale,
         noise_on_rows_that_nobody_touches_has_its_scale,
+        tables_alone_are_trained,
         scores_are_released_once,
         every_rule_keeps_replicas_equal,
         what_cannot_be_is_refused,
