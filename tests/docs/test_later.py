@@ -129,5 +129,6 @@ def test_there_are_tables():
         "others-ratings",
         "others-clothes",
         "others-text",
+        "others-tabular",
         "probed-clothes",
     }
