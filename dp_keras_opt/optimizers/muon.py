@@ -179,13 +179,13 @@ class DPMuon(PrivateOptimizer, keras.optimizers.Muon):
         self.assign_sub(variable, ops.cast(step, variable.dtype))
 
     def _direction(self, index, matrix):
-        """O of the matrix, without the first term of what its noise bends of it."""
+        """O of the matrix, in float32, without the first term of what its noise bends of it."""
         direction = self.zeropower_via_newtonschulz5(matrix, self.ns_steps)
         if not self.bias_correction:
             return direction
         seed = ops.stack([ops.cast(self.iterations, "int32"), index])
-        z = tf.random.stateless_normal(matrix.shape, seed, dtype=matrix.dtype, alg="philox")
-        shift = ops.cast(ops.sqrt(self._noise_power(index)), matrix.dtype) * z
+        z = tf.random.stateless_normal(matrix.shape, seed, alg="philox")
+        shift = ops.sqrt(self._noise_power(index)) * z
         both = (
             self.zeropower_via_newtonschulz5(matrix + sign * shift, self.ns_steps)
             for sign in (1, -1)

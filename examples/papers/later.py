@@ -100,14 +100,6 @@ def others():
             batch_size=run.batch_size,
         )
 
-    def corrected(run, learning_rate):
-        return dp.optimizers.DPMuon(
-            learning_rate,
-            bias_correction=True,
-            clip_norm=run.clip_norm,
-            batch_size=run.batch_size,
-        )
-
     momentum, _ = BASELINES
     ada, geo = in_geometry(geometries.AdaClip()), in_geometry(geometries.GeoClip(8))
     found = [
@@ -119,7 +111,7 @@ def others():
         variant("DPAdam, AdaClip", "DPAdam", ada, clip_norm=SHORT),
         variant(f"{momentum}, GeoClip", momentum, geo, clip_norm=LENGTHS),
         Candidate("DPOptimizer, Muon", muon, {"learning_rate": (1e-3, 0.1)}),
-        Candidate("DPMuon, bias-corrected", corrected, {"learning_rate": (1e-3, 0.1)}),
+        variant("DPMuon, bias-corrected", "DPMuon", lambda: {"bias_correction": True}),
     ]
     return experiment(
         {
