@@ -156,7 +156,7 @@ def tabular():
     return dp.tuning.Task(
         build, train, validation, loss, batch_size=256, steps=200, test=test, public=public,
         score=keras.metrics.AUC(from_logits=True, name="auc"), higher_is_better=True,
-        unit="person-year",
+        unit="person-year", steps_per_execution=20,
     )  # fmt: skip
 
 

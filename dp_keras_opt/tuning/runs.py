@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ class Task:
             their own.
         physical_batch_size: as for `data.poisson_batches`.
         unit: what is protected, as for `accounting.Sampling`.
+        steps_per_execution: as for `compile`, or the largest divisor of it that divides an epoch.
+            Small models train faster with more than one, at the same cost in privacy.
     """
 
     build: Callable[[], keras.Model]
@@ -54,6 +57,7 @@ class Task:
     clip_norm: float = 1.0
     physical_batch_size: int | None = None
     unit: str = "example"
+    steps_per_execution: int = 1
 
     def better(self, scores: Sequence[float]) -> int:
         """The place of the best of these scores; a NaN is never it, if there is another."""
@@ -169,7 +173,12 @@ def train(task, candidate, values, epsilon, delta, seed=0, ledger=None, verbose=
     if isinstance(metric, keras.metrics.Metric):  # a model keeps its state: each has its own
         metric = type(metric).from_config(metric.get_config())
     metrics = [] if metric is None else [metric]
-    model.compile(optimizer=optimizer, loss=task.loss, metrics=metrics)
+    model.compile(
+        optimizer=optimizer,
+        loss=task.loss,
+        metrics=metrics,
+        steps_per_execution=math.gcd(task.steps_per_execution, len(batches)),
+    )
     model.fit(batches, epochs=task.steps_of(candidate) // len(batches), verbose=verbose)
     return model
 

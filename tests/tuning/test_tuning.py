@@ -163,6 +163,16 @@ def test_cyclic_runs_take_whole_rounds():
     assert model.ledger.segments[0].sampling.kind == "cyclic_poisson"
 
 
+@pytest.mark.filterwarnings("error:The noise was calibrated for")
+@pytest.mark.parametrize(("asked", "taken"), [(1, 1), (8, 8), (6, 2)])
+def test_executions_take_several_steps(asked, taken, task):
+    several = dataclasses.replace(task, steps_per_execution=asked)
+    model = runs.train(several, SGD, {"learning_rate": 0.1}, 2.0, DELTA)
+    assert model.steps_per_execution == taken
+    assert int(model.optimizer.iterations) == model.ledger.steps == 16
+    assert 1.9 < model.ledger.epsilon(DELTA) <= 2.0
+
+
 def test_balls_in_bins_take_whole_epochs(task):
     candidate = dp.tuning.CANDIDATES["DPSGD, momentum, balls in bins"]
     longer = dataclasses.replace(task, steps=39)  # an epoch has ten
