@@ -143,7 +143,7 @@ class PrivacyGuard:
         if before is not None and before.rows_per_unit != sampling.rows_per_unit:
             model.train_function = None  # to be traced anew: tracing checks the batches against it
         self.sampling, self.order_seed = sampling, order_seed
-        self._place_next_pass(model.optimizer)
+        self._place_next_pass(steps_taken(model.optimizer))
         self.ledger(model).close()
 
     # Around the train function.
@@ -168,11 +168,11 @@ class PrivacyGuard:
                 )
             optimizer.noise_source.renew_after_fork()
             check(iterator)
-            reserved = self._enter(model, steps)
+            before = steps_taken(optimizer)  # each reading costs a small model some of its time
+            reserved = self._enter(model, steps, before)
             if not reserved:
                 model.stop_training = True
                 raise StopIteration
-            before = steps_taken(optimizer)
             self.is_stepping = True
             try:
                 logs = execute(iterator)
@@ -193,10 +193,10 @@ class PrivacyGuard:
 
         return train_function
 
-    def _enter(self, model, steps):
+    def _enter(self, model, steps, now):
         """Reserves these steps in the ledger, and returns how many; 0 if the budget ends a `fit`.
 
-        Fewer are reserved where the data end before.
+        Fewer are reserved where the data end before. `now` steps were taken so far.
 
         Raises:
             PrivacyBudgetError: the budget does not afford them, outside of `fit`.
@@ -214,13 +214,13 @@ class PrivacyGuard:
             self._ledger.close()
             self._process = entropy.process()
         self.history.gather_again(self._ledger, model.weights)
-        self._notice_new_pass(optimizer)
+        self._notice_new_pass(now)
         self.begin_run(model)
         self.history.record(self._ledger, self.run, model)
         segment = self._ledger.current
-        if segment.changes and segment.last_step != steps_taken(optimizer):
+        if segment.changes and segment.last_step != now:
             raise ValueError(
-                f"The optimizer's step counter was set to {steps_taken(optimizer)}, but its "
+                f"The optimizer's step counter was set to {now}, but its "
                 f"{segment.changes} is accounted up to step {segment.last_step}. Leave the counter "
                 "alone, or compile again with a new optimizer."
             )
@@ -232,8 +232,8 @@ class PrivacyGuard:
             self.progress.out_of_budget = True
             return 0
         steps = self._until_end(steps)
-        optimizer.check_clip_norms(steps_taken(optimizer), steps)
-        self.warn_past_plan(optimizer, steps)
+        optimizer.check_clip_norms(now, steps)
+        self.warn_past_plan(optimizer, now, steps)
         self._ledger.reserve(steps, self.run)
         return steps
 
@@ -243,7 +243,7 @@ class PrivacyGuard:
         current = self._ledger.current
         return min(steps, length - current.steps % length) if length and current else steps
 
-    def _notice_new_pass(self, optimizer):
+    def _notice_new_pass(self, now):
         """Ends the segment where the data were begun anew within a pass: another draw, to be paid.
 
         In `fit` that cannot be: there Keras begins anew only where the data have come to their end,
@@ -255,7 +255,6 @@ class PrivacyGuard:
         passes = self.sampling and self.sampling.passes
         begun = passes.begun if passes else 0
         current = self._ledger.current
-        now = steps_taken(optimizer)
         if passes and begun != self._passes_begun:
             # A pass begins before a step, or with the first batch that the step asks for.
             if self.sampling.batch_sizes and passes.first_step not in (self._entered, now):
@@ -267,13 +266,13 @@ class PrivacyGuard:
             if not self.is_fitting and current and current.breaks_off:
                 self._ledger.close()
         self._passes_begun, self._entered = begun, now
-        self._place_next_pass(optimizer)
+        self._place_next_pass(now)
 
-    def _place_next_pass(self, optimizer):
+    def _place_next_pass(self, now):
         """Tells the batches with which step of the training their next pass begins."""
         passes = self.sampling and self.sampling.passes
         if passes:
-            passes.next_step = steps_taken(optimizer)
+            passes.next_step = now
 
     def begin_run(self, model: Any) -> None:
         """Opens a segment of the ledger for the next steps, where none is open.
@@ -333,7 +332,8 @@ class PrivacyGuard:
         Raises:
             RuntimeError: the counter says that more steps ran, so the ledger would be wrong.
         """
-        executed = steps_taken(optimizer) - before
+        now = steps_taken(optimizer)
+        executed = now - before
         if not 0 <= executed <= reserved:
             self._ledger.reserve(max(executed - reserved, 0), self.run)  # they cannot be undone
             raise RuntimeError(
@@ -341,7 +341,7 @@ class PrivacyGuard:
                 "Did something set its step counter?"
             )
         self._ledger.settle(reserved, executed)
-        self._place_next_pass(optimizer)
+        self._place_next_pass(now)
         if self.progress is not None:
             self.progress.passes += executed < reserved
             self.progress.to_run = max(self.progress.to_run - executed, 0)
@@ -366,9 +366,9 @@ class PrivacyGuard:
         try:
             self.ledger(model)
             self._enter_plan()
-            self.warn_past_plan(model.optimizer, steps)
-            ahead = int(min(steps, _CHECKED_AHEAD))
-            model.optimizer.check_clip_norms(steps_taken(model.optimizer), ahead)
+            now = steps_taken(model.optimizer)
+            self.warn_past_plan(model.optimizer, now, steps)
+            model.optimizer.check_clip_norms(now, int(min(steps, _CHECKED_AHEAD)))
             yield progress
         finally:
             self.progress = None
@@ -449,12 +449,12 @@ class PrivacyGuard:
                 stacklevel=3,
             )
 
-    def warn_past_plan(self, optimizer: Any, steps: float) -> None:
-        """Says, once, that this many steps more go past what the noise was found for."""
+    def warn_past_plan(self, optimizer: Any, now: int, steps: float) -> None:
+        """Says, once, that after `now` so many steps go past what the noise was found for."""
         plan = optimizer.plan
         if plan is None or plan is self._warned_of or self.budget is not None:
             return
-        total = steps_taken(optimizer) + steps
+        total = now + steps
         if plan.steps < total < math.inf:
             self._warned_of = plan
             *past, current = self._ledger.segments

@@ -46,13 +46,15 @@ DELTA = 1e-5
 EPSILONS = [0.5, 1.0, 2.0, 2.7, 4.0, 8.0]
 TESTED = [1.0, 2.7, 8.0]  # budgets of the second column, and of the ablation the middle one
 RATE = 0.07  # the probability of each picture to be in a batch
+GROUPS = 8  # that take turns, where noise is correlated
 STEPS, CLIP_NORM, MOMENTUM = 800, 0.03, 0.9
 SPACE = {"learning_rate": (2.0, 30.0)}  # in units of the clip norm
 PUBLIC, FOLDS, PUBLIC_BATCH = 5_000, 5, 500
 FEATURES, FILTERS, DRAWN, DAMPING = 2_500, 128, 12_000, 1.0
 THINGS, PICTURES, EPOCHS = 1_000, 120_000, 5  # of the pre-training
 
-#: What is left out of the features, or changed in the training, and nothing else.
+#: What is left out of the features, or changed in the training, and nothing else but, where the
+#: batches, the noise or the model are others, the learning rate: that is chosen anew.
 ABLATIONS = {
     "without the networks": {"features": "no things, no clothes"},
     "without the network that has seen drawn clothes": {"features": "no clothes"},
@@ -63,7 +65,12 @@ ABLATIONS = {
     "without momentum": {"momentum": 0.0},
     "noise by RDP": {"accountant": "rdp"},
     "normalized, not clipped": {"normalize": True},
+    "balls in bins": {"draw": "balls_in_bins", "rate": 0.0715},  # a fourteenth
+    "balls in bins, batches twice the size": {"draw": "balls_in_bins", "rate": 0.143},
+    "planned noise": {"draw": "cyclic_poisson", "noise": dp.noise.Planned()},
+    "a hidden layer of 64 units": {"hidden": 64},
 }
+CHOSEN_ANEW = {"draw", "rate", "noise", "hidden"}
 
 
 def filter_bank(count, size=5, seed=0):
@@ -212,12 +219,39 @@ def as_features(kind, folder, name, pictures):
     return np.float32(np.load(path))
 
 
-def batch_size(rows):
-    return round(RATE * rows)
+def sampling_of(count, size, draw):
+    """The `Sampling` of batches of this expected size, of so many pictures."""
+    groups = [GROUPS] if draw == "cyclic_poisson" else []
+    return getattr(dp.accounting.Sampling, draw)(count, size, *groups, unit="picture")
 
 
-def train(rows, epsilon, values, seed, stands_for=None, accountant="auto", **changes):
-    """A private linear classifier.
+def batches_of(rows, size, draw):
+    """The batches: all steps at once, or an epoch, where each picture is in one batch of it."""
+    if draw == "poisson":
+        return dp.data.poisson_batches(rows, size, STEPS, unit="picture")
+    if draw == "cyclic_poisson":
+        return dp.data.cyclic_poisson(rows, size, GROUPS, STEPS, unit="picture")
+    return dp.data.balls_in_bins(rows, size, unit="picture")
+
+
+def classifier(size, hidden=None):
+    """A linear one, or with a hidden layer; all begin at zero logits.
+
+    Features have length 1, and so has what the hidden layer makes of them: gradients of both layers
+    are of one size.
+    """
+    layers = keras.layers
+    inputs = x = keras.Input((size,))
+    if hidden:
+        of_length_1 = keras.initializers.RandomNormal(1.0)  # units before the tanh have variance 1
+        x = layers.Dense(hidden, "tanh", kernel_initializer=of_length_1)(x)
+        x = layers.UnitNormalization()(x)
+    return dp.DPModel(inputs, layers.Dense(10, kernel_initializer="zeros")(x))
+
+
+def train(rows, epsilon, values, seed, stands_for=None, accountant="auto", draw="poisson",
+          rate=RATE, noise="gaussian", hidden=None, **changes):  # fmt: skip
+    """A private classifier.
 
     Args:
         rows: (features, labels).
@@ -227,27 +261,36 @@ def train(rows, epsilon, values, seed, stands_for=None, accountant="auto", **cha
         stands_for: how many rows the private training has, if these are public: the batches are
             smaller, and the noise relative to the batch is as there.
         accountant: by which the noise is found.
+        draw: "poisson", "cyclic_poisson" or "balls_in_bins": how batches are drawn.
+        rate: the probability of each picture to be in a batch.
+        noise: the mechanism, or its name.
+        hidden: None, or the units of a hidden layer.
         **changes: other arguments of the optimizer.
     """
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
+
+    def optimizer_of(size, noise, multiplier=None):
+        return dp.optimizers.DPSGD(
+            values["learning_rate"] / CLIP_NORM, clip_norm=CLIP_NORM, batch_size=size, noise=noise,
+            noise_multiplier=multiplier, **{"momentum": MOMENTUM} | changes,
+        )  # fmt: skip
+
     private = stands_for or len(rows[1])
-    size = batch_size(private)
-    noise = records.noise(private, size, STEPS, epsilon, DELTA, accountant)
-    if stands_for:
-        noise, size = noise * PUBLIC_BATCH / size, PUBLIC_BATCH
-    optimizer = dp.optimizers.DPSGD(
-        values["learning_rate"] / CLIP_NORM,
-        clip_norm=CLIP_NORM,
-        batch_size=size,
-        noise_multiplier=noise,
-        **{"momentum": MOMENTUM} | changes,
+    size = round(rate * private)
+    sampling = sampling_of(private, size, draw)
+    length = sampling.steps_per_epoch if draw == "balls_in_bins" else STEPS
+    optimizer = optimizer_of(size, noise)
+    multiplier = dp.accounting.calibrate(
+        optimizer, sampling, STEPS // length * length, epsilon, DELTA, accountant
     )
-    inputs = keras.Input(rows[0].shape[1:])
-    model = dp.DPModel(inputs, keras.layers.Dense(10, kernel_initializer="zeros")(inputs))
+    if stands_for:
+        size, of_private = round(rate / RATE * PUBLIC_BATCH), size
+        optimizer = optimizer_of(size, optimizer.noise, multiplier * size / of_private)
+    model = classifier(rows[0].shape[1], hidden)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    batches = dp.data.poisson_batches(rows, size, STEPS, unit="picture")
-    model.fit(batches, verbose=0)
+    batches = batches_of(rows, size, draw)
+    model.fit(batches, epochs=STEPS // batches.steps_per_epoch, verbose=0)
     return model
 
 
@@ -265,10 +308,10 @@ def main():
     (_, labels), _ = fashion()
     public, private = records.public_and_private(len(labels), PUBLIC)
 
-    def trial(epsilon, values, fold):
+    def trial(epsilon, values, fold, **changes):
         every, _ = load("all")
         rows, left_out = records.fold_of(records.at(every, public), fold, FOLDS)
-        model = train(rows, epsilon, values, fold, len(private))
+        model = train(rows, epsilon, values, fold, len(private), **changes)
         return records.accuracy(model, left_out)
 
     def trial_by_test(epsilon, values, fold):
@@ -290,8 +333,11 @@ def main():
             path, ("method", "epsilon", "seed"), keys, functools.partial(run, values)
         )
 
-    path = options.output / "trials.csv"
-    chosen = records.chosen(path, trial, options.epsilons, tried, FOLDS, highest="learning_rate")
+    def choose(epsilons, name="trials", **changes):
+        path, run_trial = options.output / f"{name}.csv", functools.partial(trial, **changes)
+        return records.chosen(path, run_trial, epsilons, tried, FOLDS, highest="learning_rate")
+
+    chosen = choose(options.epsilons)
     rows = completed(chosen, [records.OURS], options.epsilons)
     if tested:
         path = options.output / "trials-test.csv"
@@ -302,7 +348,11 @@ def main():
     Image.fromarray(drawn_clothes.gallery()).save(options.output / "drawn_clothes.png")
     text = records.table(rows, 2)
     if 2.7 in tested:
-        text += "\n" + ablation(rows + completed(chosen, ABLATIONS, [2.7]))
+        for method, changes in ABLATIONS.items():
+            anew = changes.keys() & CHOSEN_ANEW
+            name = f"trials-{method.replace(',', '').replace(' ', '-')}"
+            rows += completed(choose([2.7], name, **changes) if anew else chosen, [method], [2.7])
+        text += "\n" + ablation(rows)
     (options.output / "fashion.md").write_text(text, encoding="utf-8")
     print(text)
     last = options.epsilons[-1]

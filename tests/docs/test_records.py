@@ -2,9 +2,11 @@
 
 import sys
 
+import keras
 import numpy as np
 import pytest
 
+import dp_keras_opt as dp
 from tests.helpers.examples import RECORDS, clothes, imported, page_of_records, rows_of
 
 
@@ -18,10 +20,11 @@ def small(script, monkeypatch):
     """The script with little of everything."""
     monkeypatch.setattr(script, "fashion", lambda: (clothes(400, 0), clothes(100, 2)))
     sizes = {"FILTERS": 8, "DRAWN": 60, "FEATURES": 40, "THINGS": 3, "PICTURES": 20, "EPOCHS": 1}
-    training = {"PUBLIC": 60, "FOLDS": 3, "PUBLIC_BATCH": 20, "STEPS": 5}
+    training = {"PUBLIC": 60, "FOLDS": 2, "PUBLIC_BATCH": 20, "STEPS": 6, "GROUPS": 2}
     for name, value in (sizes | training).items():
         monkeypatch.setattr(script, name, value)
-    monkeypatch.setattr(script, "ABLATIONS", {"without momentum": {"momentum": 0.0}})
+    kept = "without momentum", "planned noise"
+    monkeypatch.setattr(script, "ABLATIONS", {name: script.ABLATIONS[name] for name in kept})
     caches = script.features, script.pictures_as_features
     for cached in caches:
         cached.cache_clear()
@@ -76,6 +79,44 @@ def test_the_whitening_makes_large_components_alike_and_no_other_larger(script, 
 
 
 @pytest.mark.parametrize("script", ["fashion"], indirect=True)
+@pytest.mark.parametrize("changes", [
+    {"draw": "balls_in_bins", "rate": 0.143},
+    {"draw": "cyclic_poisson", "noise": dp.noise.Planned()},
+    {"hidden": 3},
+])  # fmt: skip
+def test_trials_with_other_batches_have_the_noise_and_the_steps_of_the_private_run(
+    script, monkeypatch, changes
+):
+    monkeypatch.setattr(script, "STEPS", 16)
+    rows = np.eye(8, dtype=np.float32)[np.arange(4000) % 8], np.int32(np.arange(4000) % 8)
+    private = script.train(rows, 2.7, {"learning_rate": 4.0}, 0, **changes)
+    assert private.ledger.epsilon(script.DELTA) == pytest.approx(2.7, abs=0.02)
+    steps = 14 if "rate" in changes else 16
+    assert int(private.optimizer.iterations) == steps
+    public = script.records.at(rows, slice(4000))
+    trial = script.train(public, 2.7, {"learning_rate": 4.0}, 0, stands_for=4000, **changes)
+    assert int(trial.optimizer.iterations) == 16
+    ours, theirs = private.optimizer, trial.optimizer
+    assert theirs.batch_size == round(500 * changes.get("rate", 0.07) / 0.07)
+    assert theirs.noise_multiplier / theirs.batch_size == pytest.approx(
+        ours.noise_multiplier / ours.batch_size
+    )
+    assert theirs.noise.get_config() == ours.noise.get_config()
+
+
+@pytest.mark.parametrize("script", ["fashion"], indirect=True)
+def test_the_hidden_layer_has_length_1_as_its_inputs_have_and_begins_at_zero_logits(script):
+    model = script.classifier(50, hidden=64)
+    x = np.random.default_rng(0).normal(size=(2000, 50)).astype(np.float32)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    units, of_length_1 = (model.layers[place].output for place in (1, 2))
+    found = keras.Model(model.input, [units, of_length_1]).predict(x, verbose=0)
+    assert np.std(np.arctanh(found[0])) == pytest.approx(1, abs=0.1)
+    np.testing.assert_allclose(np.linalg.norm(found[1], axis=1), 1, atol=1e-5)
+    assert not np.any(model.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize("script", ["fashion"], indirect=True)
 def test_a_trial_on_public_rows_has_the_noise_of_the_private_run(script, monkeypatch):
     """Std of the noise in the mean gradient, in units of the clip norm: σ/B."""
     monkeypatch.setattr(script, "STEPS", 2)
@@ -94,11 +135,12 @@ def test_runs_go_on_and_write_their_files(small, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fashion.py", *options, "--seeds", "2"])
     small.main()
     kept = {path: path.read_bytes() for path in tmp_path.glob("*.csv")}
-    assert {path.name for path in kept} == {"results.csv", "trials.csv", "trials-test.csv"}
+    names = {"results", "trials", "trials-test", "trials-planned-noise"}
+    assert {path.stem for path in kept} == names
     small.main()  # nothing is left to run
     assert {path: path.read_bytes() for path in tmp_path.glob("*.csv")} == kept
     rows = rows_of(tmp_path / "results.csv")
-    assert len(rows) == 2 * 2 + 2 * 2 + 2
+    assert len(rows) == 2 * 2 + 2 * 2 + 2 * 2
     for row in rows:
         assert float(row["epsilon"]) - 0.05 < float(row["spent"]) <= float(row["epsilon"])
     text = (tmp_path / "fashion.md").read_text(encoding="utf-8")
