@@ -13,6 +13,7 @@ import numpy as np
 
 from dp_keras_opt import accounting, data
 from dp_keras_opt.accounting.segment import Segment
+from dp_keras_opt.checks import whole_number
 from dp_keras_opt.counterpart import make_private
 from dp_keras_opt.tuning.candidates import RunInfo
 
@@ -42,6 +43,9 @@ class Task:
         unit: what is protected, as for `accounting.Sampling`.
         steps_per_execution: as for `compile`, or the largest divisor of it that divides an epoch.
             Small models train faster with more than one, at the same cost in privacy.
+
+    Raises:
+        ValueError: `steps_per_execution` is no integer of 1 or more.
     """
 
     build: Callable[[], keras.Model]
@@ -58,6 +62,9 @@ class Task:
     physical_batch_size: int | None = None
     unit: str = "example"
     steps_per_execution: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number(self.steps_per_execution, "steps_per_execution")
 
     def better(self, scores: Sequence[float]) -> int:
         """The place of the best of these scores; a NaN is never it, if there is another."""

@@ -173,6 +173,12 @@ def test_executions_take_several_steps(asked, taken, task):
     assert 1.9 < model.ledger.epsilon(DELTA) <= 2.0
 
 
+@pytest.mark.parametrize("steps", [0, "auto"])
+def test_executions_take_a_number_of_steps(steps, task):
+    with pytest.raises(ValueError, match="steps_per_execution must be an integer >= 1"):
+        dataclasses.replace(task, steps_per_execution=steps)
+
+
 def test_balls_in_bins_take_whole_epochs(task):
     candidate = dp.tuning.CANDIDATES["DPSGD, momentum, balls in bins"]
     longer = dataclasses.replace(task, steps=39)  # an epoch has ten
