@@ -1,6 +1,6 @@
 """Fashion-MNIST: a private linear classifier on features that no data was needed for.
 
-    python examples/records/fashion.py           # an hour and a half; goes on if interrupted
+    python examples/records/fashion.py           # two to three hours; goes on if interrupted
     python examples/records/fashion.py --quick   # some minutes, most for the features
 
 The features are fixed before any picture of clothes is seen. A scattering transform; a bank of

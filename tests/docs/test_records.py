@@ -20,7 +20,7 @@ def small(script, monkeypatch):
     """The script with little of everything."""
     monkeypatch.setattr(script, "fashion", lambda: (clothes(400, 0), clothes(100, 2)))
     sizes = {"FILTERS": 8, "DRAWN": 60, "FEATURES": 40, "THINGS": 3, "PICTURES": 20, "EPOCHS": 1}
-    training = {"PUBLIC": 60, "FOLDS": 2, "PUBLIC_BATCH": 20, "STEPS": 6, "GROUPS": 2}
+    training = {"PUBLIC": 60, "FOLDS": 2, "PUBLIC_BATCH": 15, "STEPS": 6, "GROUPS": 2}
     for name, value in (sizes | training).items():
         monkeypatch.setattr(script, name, value)
     kept = "without momentum", "planned noise"
