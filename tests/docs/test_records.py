@@ -93,8 +93,7 @@ def test_trials_with_other_batches_have_the_noise_and_the_steps_of_the_private_r
     assert private.ledger.epsilon(script.DELTA) == pytest.approx(2.7, abs=0.02)
     steps = 14 if "rate" in changes else 16
     assert int(private.optimizer.iterations) == steps
-    public = script.records.at(rows, slice(4000))
-    trial = script.train(public, 2.7, {"learning_rate": 4.0}, 0, stands_for=4000, **changes)
+    trial = script.train(rows, 2.7, {"learning_rate": 4.0}, 0, stands_for=4000, **changes)
     assert int(trial.optimizer.iterations) == 16
     ours, theirs = private.optimizer, trial.optimizer
     assert theirs.batch_size == round(500 * changes.get("rate", 0.07) / 0.07)
