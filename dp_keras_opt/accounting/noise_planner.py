@@ -35,7 +35,7 @@ class NoiseChoice:
         steps: how many, in whole rounds of the groups or passes of an order.
         noise_multiplier: σ.
         error: root mean square, over the steps, of the noise in a weight, in units of learning rate
-            × clip norm / batch size.
+            × clip norm / mean batch size: where batches are smaller, so is what they say.
         buffers: how many copies of the model are kept.
     """
 
@@ -160,7 +160,7 @@ def plan_noise(
         levels = noisy.noise_schedule
         if not isinstance(levels, Constant):
             workload = workload.at_levels(levels.alphas(0, length))
-        error = sigma * workload.spread(option.mechanism, length)
+        error = sigma * workload.spread(option.mechanism, length) / each.fill
         choices.append(NoiseChoice(option.mechanism, each, length, sigma, error, option.buffers))
     if not choices:
         raise refused[0]

@@ -221,6 +221,14 @@ class Sampling(metaclass=_TakesKindFirst):
         return math.ceil(self.num_examples / self.batch_size)
 
     @property
+    def fill(self) -> float:
+        """The mean number of units in a batch, over `batch_size`.
+
+        Below 1 where each comes once in an epoch of ⌈n/B⌉ batches, and n is no multiple of B.
+        """
+        return 1.0
+
+    @property
     def period(self) -> int:
         """Of this many consecutive batches, counted from the first, a unit is in at most one."""
         return 1
@@ -683,6 +691,10 @@ class BallsInBins(Sampling):
         multipliers = tuple((event.noise_multiplier, count) for event, count in events)
         return RandomAllocationDpEvent(multipliers, self.steps_per_epoch)
 
+    @property
+    def fill(self) -> float:
+        return self.num_examples / (self.batch_size * self.steps_per_epoch)
+
     def check_releases(self, releases: Sequence[Release]) -> None:
         _need_gaussian(releases, _GAUSSIAN_ONLY, _INSTEAD)
 
@@ -804,6 +816,10 @@ class _Epochs(Sampling):
         if self.drop_remainder:
             return self.num_examples // self.batch_size
         return super().steps_per_epoch
+
+    @property
+    def fill(self) -> float:
+        return min(1.0, self.num_examples / (self.batch_size * self.steps_per_epoch))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,6 +162,23 @@ def test_sigma_is_that_of_calibrate():
     )
 
 
+@pytest.mark.parametrize("size", [20, 19, 350])
+@pytest.mark.parametrize(
+    ("draw", "kwargs"),
+    [("balls_in_bins", {}), ("fixed_order_epochs", {"drop_remainder": False}),
+     ("fixed_order_epochs", {"drop_remainder": True})],
+)  # fmt: skip
+def test_the_error_is_that_of_the_mean_gradient_where_batches_are_not_full(draw, kwargs, size):
+    """Batches of 19 of 600 have 18.75 units in the mean, of 350 have 300, and so much less signal."""
+    batches = getattr(dp.data, draw)((X, Y), size, adjacency="zero_out", **kwargs)
+    in_a_batch = np.mean([np.sum(info.mask) for _, _, info in batches])
+    steps = 2 * batches.steps_per_epoch
+    wanted = batches.sampling
+    (choice,) = plan_noise(sgd(), wanted, steps, 3.0, 1e-4, samplings=[wanted]).choices
+    of_sums = choice.noise_multiplier * Workload().spread(choice.mechanism, steps)
+    assert choice.error / size == pytest.approx(of_sums / in_a_batch)
+
+
 @pytest.mark.parametrize(
     ("steps", "groups"), [(157, (2, 3, 8, 16, 23)), (200, (2, 4, 8, 20, 25)), (6, (2, 3, 6))]
 )
