@@ -233,7 +233,8 @@ class PrivacyGuard:
             return 0
         steps = self._until_end(steps)
         optimizer.check_clip_norms(now, steps)
-        self.warn_past_plan(optimizer, now, steps)
+        to_run = self.progress and self.progress.to_run  # data may end within an execution
+        self.warn_past_plan(optimizer, now, min(steps, to_run or steps))
         self._ledger.reserve(steps, self.run)
         return steps
 

@@ -278,6 +278,18 @@ def test_data_of_unknown_length_are_warned_of_when_they_pass_the_plan():
     assert model.ledger.steps == 5
 
 
+def test_an_execution_that_the_data_end_within_is_not_past_the_plan():
+    """Poisson batches of 10 steps, 4 at a time: the third execution is reserved in full."""
+    for planned, is_past in ((20, False), (19, True)):
+        optimizer = _sgd(None)
+        dp.accounting.calibrate(optimizer, Sampling.poisson(N, B), planned, 2.0, DELTA)
+        model = _model(optimizer, steps_per_execution=4)
+        caught = _warnings_of(
+            lambda model=model: model.fit(_batches(10), epochs=2, verbose=0), "calibrated for"
+        )
+        assert bool(caught) == is_past and model.ledger.steps == 20
+
+
 def test_a_budget_is_no_reason_to_warn_of_the_plan():
     model = _calibrated(3)
     budget = PrivacyBudget(2.0, DELTA)
