@@ -1,7 +1,8 @@
 """Fashion-MNIST: a private linear classifier on features that no data was needed for.
 
-    python examples/records/fashion.py           # two to three hours; goes on if interrupted
-    python examples/records/fashion.py --quick   # some minutes, most for the features
+    python examples/records/fashion.py               # three to four hours; goes on if interrupted
+    python examples/records/fashion.py --ablations   # also what each part brings: five hours more
+    python examples/records/fashion.py --quick       # some minutes, most for the features
 
 The features are fixed before any picture of clothes is seen. A scattering transform; a bank of
 random band-pass filters; and two layers of each of two small convolutional networks that were
@@ -11,7 +12,8 @@ characters of fonts apart (`drawings.py`), the other also ten kinds of drawn clo
 they have in common is taken out by a whitening that is computed from drawn clothes, too: gradient
 descent then goes in all directions alike, which under noise is what counts, since every step costs.
 At last each picture's features have length 1. A linear layer on them is trained by `DPSGD` with
-momentum, nearly normalized by a small clip norm, with Poisson batches.
+momentum, nearly normalized by a small clip norm, on balls in bins: each picture is in one of 14
+batches of an epoch, drawn anew.
 
 See `records.py` for the rule by which the learning rate is chosen. A classifier of a few thousand
 public pictures overfits sooner than one of all private pictures and wants a lower rate; so of the
@@ -45,37 +47,40 @@ import dp_keras_opt as dp
 DELTA = 1e-5
 EPSILONS = [0.5, 1.0, 2.0, 2.7, 4.0, 8.0]
 TESTED = [1.0, 2.7, 8.0]  # budgets of the second column, and of the ablation the middle one
-RATE = 0.07  # the probability of each picture to be in a batch
+RATE = 0.0715  # the probability of each picture to be in a batch: in one of 14
 GROUPS = 8  # that take turns, where noise is correlated
 STEPS, CLIP_NORM, MOMENTUM = 800, 0.03, 0.9
 SPACE = {"learning_rate": (2.0, 30.0)}  # in units of the clip norm
-PUBLIC, FOLDS, PUBLIC_BATCH = 5_000, 5, 500
+PUBLIC, FOLDS, PUBLIC_BATCH = 5_000, 5, 511
 FEATURES, FILTERS, DRAWN, DAMPING = 2_500, 128, 12_000, 1.0
 THINGS, PICTURES, EPOCHS = 1_000, 120_000, 5  # of the pre-training
 
+#: The other way to draw the batches; on these, parts were left out and other things tried.
+POISSON = {"draw": "poisson", "rate": 0.07}
+BY_POISSON = "Poisson batches"
+BY_POISSON_AND_TEST = "Poisson batches, settings chosen on the test set"
+CHOSEN_BY_TEST = records.BY_TEST, BY_POISSON_AND_TEST
 #: What is left out of the features, or changed in the training, and nothing else but, where the
 #: batches, the noise or the model are others, the learning rate: that is chosen anew.
 ABLATIONS = {
-    "without the networks": {"features": "no things, no clothes"},
-    "without the network that has seen drawn clothes": {"features": "no clothes"},
-    "the networks alone": {"features": "no filters, no scattering"},
-    "without mirror images": {"features": "not mirrored"},
-    "without the whitening": {"features": "not whitened"},
-    "average of the second half": {"average_from": STEPS // 2},
-    "without momentum": {"momentum": 0.0},
-    "noise by RDP": {"accountant": "rdp"},
-    "normalized, not clipped": {"normalize": True},
-    "balls in bins": {"draw": "balls_in_bins", "rate": 0.0715},  # a fourteenth
-    "balls in bins, batches twice the size": {"draw": "balls_in_bins", "rate": 0.143},
-    "planned noise": {"draw": "cyclic_poisson", "noise": dp.noise.Planned()},
-    "a hidden layer of 64 units": {"hidden": 64},
+    "without the networks": {"features": "no things, no clothes"} | POISSON,
+    "without the network that has seen drawn clothes": {"features": "no clothes"} | POISSON,
+    "the networks alone": {"features": "no filters, no scattering"} | POISSON,
+    "without mirror images": {"features": "not mirrored"} | POISSON,
+    "without the whitening": {"features": "not whitened"} | POISSON,
+    "average of the second half": {"average_from": STEPS // 2} | POISSON,
+    "without momentum": {"momentum": 0.0} | POISSON,
+    "noise by RDP": {"accountant": "rdp"} | POISSON,
+    "normalized, not clipped": {"normalize": True} | POISSON,
+    "a hidden layer of 64 units": {"hidden": 64} | POISSON,
+    "planned noise": {"noise": dp.noise.Planned()} | POISSON | {"draw": "cyclic_poisson"},
+    "balls in bins, batches twice the size": {"rate": 0.143},
 }
 #: The range of these rates; with a hidden layer 2.5, the lowest of the others, was the best.
 CHOSEN_ANEW = {
-    "balls in bins": SPACE,
-    "balls in bins, batches twice the size": SPACE,
-    "planned noise": SPACE,
     "a hidden layer of 64 units": {"learning_rate": (0.2, 5.0)},
+    "planned noise": SPACE,
+    "balls in bins, batches twice the size": SPACE,
 }
 
 
@@ -278,7 +283,7 @@ def classifier(size, hidden=None):
     return dp.DPModel(inputs, layers.Dense(10, kernel_initializer="zeros")(x))
 
 
-def train(rows, epsilon, values, seed, stands_for=None, accountant="auto", draw="poisson",
+def train(rows, epsilon, values, seed, stands_for=None, accountant="auto", draw="balls_in_bins",
           rate=RATE, noise="gaussian", hidden=None, **changes):  # fmt: skip
     """A private classifier.
 
@@ -315,6 +320,8 @@ def train(rows, epsilon, values, seed, stands_for=None, accountant="auto", draw=
 
 def main():
     parser = records.options(__doc__, "fashion", EPSILONS)
+    what = "run Poisson batches, too, and at ε = 2.7 what each part brings"
+    parser.add_argument("--ablations", action="store_true", help=what)
     parser.set_defaults(trials=8)
     options = parser.parse_args()
     folder = options.output
@@ -336,14 +343,15 @@ def main():
         model = train(rows, epsilon, values, fold, len(private), **changes)
         return records.accuracy(model, left_out)
 
-    def trial_by_test(epsilon, values, fold):
+    def trial_by_test(epsilon, values, fold, **changes):
         every, test = load("all")
-        return records.accuracy(train(every, epsilon, values, fold), test)
+        return records.accuracy(train(every, epsilon, values, fold, **changes), test)
 
     def run(values, method, epsilon, seed):
-        changes = dict(ABLATIONS.get(method, {}))
+        on_poisson = dict.fromkeys((BY_POISSON, BY_POISSON_AND_TEST), POISSON)
+        changes = dict((on_poisson | ABLATIONS).get(method, {}))
         rows, judged = load(changes.pop("features", "all"))
-        rows = rows if method == records.BY_TEST else records.at(rows, private)
+        rows = rows if method in CHOSEN_BY_TEST else records.at(rows, private)
         model = train(rows, epsilon, values[epsilon], seed, **changes)
         spent = model.ledger.epsilon(DELTA)
         return values[epsilon] | {"spent": spent, "score": records.accuracy(model, judged)}
@@ -360,22 +368,35 @@ def main():
         tried = rates(space)
         return records.chosen(path, run_trial, epsilons, tried, FOLDS, highest="learning_rate")
 
+    def completed_by_test(method, name="trials-test", **changes):
+        path = options.output / f"{name}.csv"
+        run_trial = functools.partial(trial_by_test, **changes)
+        by_test = records.chosen(path, run_trial, tested, rates(SPACE), 1)
+        return completed(by_test, [method], tested)
+
+    def choose_anew(method, epsilons, space=SPACE, **changes):
+        name = method.replace(",", "").replace(" ", "-")
+        return choose(epsilons, f"trials-{name}", space, **changes)
+
     chosen = choose(options.epsilons)
     rows = completed(chosen, [records.OURS], options.epsilons)
     if tested:
-        path = options.output / "trials-test.csv"
-        by_test = records.chosen(path, trial_by_test, tested, rates(SPACE), 1)
-        rows += completed(by_test, [records.BY_TEST], tested)
+        rows += completed_by_test(records.BY_TEST)
+    if options.ablations:
+        on_poisson = choose_anew(BY_POISSON, options.epsilons, **POISSON)
+        rows += completed(on_poisson, [BY_POISSON], options.epsilons)
+        if tested:
+            name = "trials-test-Poisson-batches"
+            rows += completed_by_test(BY_POISSON_AND_TEST, name, **POISSON)
     records.picture(rows, "fashion", "test accuracy, %",
                     options.output / "records_fashion.png", "Fashion-MNIST, δ = 1e-5")  # fmt: skip
     Image.fromarray(drawn_clothes.gallery()).save(options.output / "drawn_clothes.png")
     text = records.table(rows, 2)
-    if 2.7 in tested:
+    if options.ablations and 2.7 in options.epsilons:
         for method, changes in ABLATIONS.items():
-            values = chosen
+            values = on_poisson
             if method in CHOSEN_ANEW:
-                name = f"trials-{method.replace(',', '').replace(' ', '-')}"
-                values = choose([2.7], name, CHOSEN_ANEW[method], **changes)
+                values = choose_anew(method, [2.7], CHOSEN_ANEW[method], **changes)
             rows += completed(values, [method], [2.7])
         text += "\n" + ablation(rows)
     (options.output / "fashion.md").write_text(text, encoding="utf-8")
@@ -387,14 +408,14 @@ def main():
 
 
 def ablation(rows):
-    """The accuracy at ε = 2.7 of each change, and its difference from all at once."""
+    """The accuracy at ε = 2.7 of each change, and its difference from that of Poisson batches."""
     found = {name: figures for (name, epsilon), figures in records.summary(rows).items()
-             if epsilon == 2.7 and name != records.BY_TEST}  # fmt: skip
-    whole, error, _ = found.pop(records.OURS, (np.nan, np.nan, 0))
+             if epsilon == 2.7 and name not in CHOSEN_BY_TEST}  # fmt: skip
+    base, error, _ = found.pop(BY_POISSON, (np.nan, np.nan, 0))
     lines = ["| at ε = 2.7 | accuracy | difference |", "|---" * 3 + "|",
-             f"| {records.OURS} | {whole:.2f} ± {error:.2f} | |"]  # fmt: skip
+             f"| {BY_POISSON} | {base:.2f} ± {error:.2f} | |"]  # fmt: skip
     lines += [
-        f"| {name} | {mean:.2f} ± {of_mean:.2f} | {mean - whole:+.2f} ± "
+        f"| {name} | {mean:.2f} ± {of_mean:.2f} | {mean - base:+.2f} ± "
         f"{np.hypot(error, of_mean):.2f} |"
         for name, (mean, of_mean, _) in found.items()
     ]

@@ -169,7 +169,7 @@ def test_sigma_is_that_of_calibrate():
      ("fixed_order_epochs", {"drop_remainder": True})],
 )  # fmt: skip
 def test_the_error_is_that_of_the_mean_gradient_where_batches_are_not_full(draw, kwargs, size):
-    """Batches of 19 of 600 have 18.75 units in the mean, of 350 have 300, and so much less signal."""
+    """Batches of 19 of 600 have 18.75 units in the mean, those of 350 have 300."""
     batches = getattr(dp.data, draw)((X, Y), size, adjacency="zero_out", **kwargs)
     in_a_batch = np.mean([np.sum(info.mask) for _, _, info in batches])
     steps = 2 * batches.steps_per_epoch

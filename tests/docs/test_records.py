@@ -1,5 +1,6 @@
 """The page of records: its tables are those of the runs, and Fashion-MNIST's script goes on."""
 
+import functools
 import sys
 
 import keras
@@ -20,7 +21,7 @@ def small(script, monkeypatch):
     """The script with little of everything."""
     monkeypatch.setattr(script, "fashion", lambda: (clothes(400, 0), clothes(100, 2)))
     sizes = {"FILTERS": 8, "DRAWN": 60, "FEATURES": 40, "THINGS": 3, "PICTURES": 20, "EPOCHS": 1}
-    training = {"PUBLIC": 60, "FOLDS": 2, "PUBLIC_BATCH": 15, "STEPS": 6, "GROUPS": 2}
+    training = {"PUBLIC": 60, "FOLDS": 2, "PUBLIC_BATCH": 15, "STEPS": 30, "GROUPS": 2}
     for name, value in (sizes | training).items():
         monkeypatch.setattr(script, name, value)
     kept = "without momentum", "planned noise"
@@ -79,27 +80,26 @@ def test_the_whitening_makes_large_components_alike_and_no_other_larger(script, 
 
 
 @pytest.mark.parametrize("script", ["fashion"], indirect=True)
-@pytest.mark.parametrize("changes", [
-    {"draw": "balls_in_bins", "rate": 0.143},
-    {"draw": "cyclic_poisson", "noise": dp.noise.Planned()},
-    {"hidden": 3},
+@pytest.mark.parametrize(("changes", "steps", "size"), [
+    ({}, 14, 511),  # an epoch of 14 batches; all 16 steps of trials are whole epochs
+    ({"rate": 0.143}, 14, 1022),
+    ({"draw": "poisson", "rate": 0.07}, 16, 500),
+    ({"draw": "cyclic_poisson", "rate": 0.07, "noise": dp.noise.Planned()}, 16, 500),
+    ({"hidden": 3}, 14, 511),
 ])  # fmt: skip
-def test_trials_with_other_batches_have_the_noise_and_the_steps_of_the_private_run(
-    script, monkeypatch, changes
+def test_trials_have_the_noise_and_the_steps_of_the_private_run(
+    script, monkeypatch, changes, steps, size
 ):
     monkeypatch.setattr(script, "STEPS", 16)
     rows = np.eye(8, dtype=np.float32)[np.arange(4000) % 8], np.int32(np.arange(4000) % 8)
     private = script.train(rows, 2.7, {"learning_rate": 4.0}, 0, **changes)
     assert private.ledger.epsilon(script.DELTA) == pytest.approx(2.7, abs=0.02)
-    steps = 14 if "rate" in changes else 16
     assert int(private.optimizer.iterations) == steps
     trial = script.train(rows, 2.7, {"learning_rate": 4.0}, 0, stands_for=4000, **changes)
     assert int(trial.optimizer.iterations) == 16
     ours, theirs = private.optimizer, trial.optimizer
-    assert theirs.batch_size == round(500 * changes.get("rate", 0.07) / 0.07)
-    assert theirs.noise_multiplier / theirs.batch_size == pytest.approx(
-        ours.noise_multiplier / ours.batch_size
-    )
+    assert theirs.batch_size == size
+    assert theirs.noise_multiplier / size == pytest.approx(ours.noise_multiplier / ours.batch_size)
     assert theirs.noise.get_config() == ours.noise.get_config()
 
 
@@ -120,30 +120,32 @@ def test_a_trial_on_public_rows_has_the_noise_of_the_private_run(script, monkeyp
     """Std of the noise in the mean gradient, in units of the clip norm: σ/B."""
     monkeypatch.setattr(script, "STEPS", 2)
     rows = np.eye(8, dtype=np.float32)[np.arange(700) % 8], np.int32(np.arange(700) % 8)
-    of_trial = script.train(rows, 2.7, {"learning_rate": 4.0}, 0, stands_for=50_000).optimizer
+    train = functools.partial(script.train, rows, 2.7, {"learning_rate": 4.0}, 0, **script.POISSON)
+    of_trial = train(stands_for=50_000).optimizer
     sigma = script.records.noise(50_000, 3500, 2, 2.7, script.DELTA)
     assert of_trial.batch_size == 500
     assert of_trial.noise_multiplier / 500 == pytest.approx(sigma / 3500)
-    private = script.train(rows, 2.7, {"learning_rate": 4.0}, 0)
+    private = train()
     assert private.ledger.epsilon(script.DELTA) == pytest.approx(2.7, abs=0.02)
 
 
 @pytest.mark.parametrize("script", ["fashion"], indirect=True)
 def test_runs_go_on_and_write_their_files(small, tmp_path, monkeypatch):
-    options = ["--output", str(tmp_path), "--epsilons", "2.7", "8", "--trials", "2"]
-    monkeypatch.setattr(sys, "argv", ["fashion.py", *options, "--seeds", "2"])
+    options = ["--output", str(tmp_path), "--epsilons", "2.7", "--trials", "2"]
+    monkeypatch.setattr(sys, "argv", ["fashion.py", *options, "--seeds", "2", "--ablations"])
     small.main()
     kept = {path: path.read_bytes() for path in tmp_path.glob("*.csv")}
-    names = {"results", "trials", "trials-test", "trials-planned-noise"}
-    assert {path.stem for path in kept} == names
+    drawn = {"trials-Poisson-batches", "trials-test-Poisson-batches", "trials-planned-noise"}
+    assert {path.stem for path in kept} == {"results", "trials", "trials-test"} | drawn
     small.main()  # nothing is left to run
     assert {path: path.read_bytes() for path in tmp_path.glob("*.csv")} == kept
     rows = rows_of(tmp_path / "results.csv")
-    assert len(rows) == 2 * 2 + 2 * 2 + 2 * 2
+    assert len(rows) == 4 * 2 + 2 * 2
     for row in rows:
         assert float(row["epsilon"]) - 0.05 < float(row["spent"]) <= float(row["epsilon"])
     text = (tmp_path / "fashion.md").read_text(encoding="utf-8")
     assert "| without momentum |" in text and "chosen on the test set" in text
+    assert text.count("| Poisson batches |") == 2
     for name in ("records_fashion.png", "drawn_clothes.png"):
         assert (tmp_path / name).stat().st_size > 1000
     import tensorflow as tf
