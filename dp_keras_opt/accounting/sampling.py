@@ -115,6 +115,8 @@ class Sampling(metaclass=_TakesKindFirst):
     varies_in_size: ClassVar[bool] = False
     #: Whether one draw assigns the units to all batches of a pass, which is priced as a whole.
     draws_passes: ClassVar[bool] = False
+    #: Whether each unit comes once in an epoch of batches that together have all.
+    deals_epochs: ClassVar[bool] = False
     #: Whether epsilon rests on an assumption that is not proven for this sampling.
     is_heuristic: ClassVar[bool] = False
     #: Whether a batch is all of the data, so that its size is no choice.
@@ -226,7 +228,9 @@ class Sampling(metaclass=_TakesKindFirst):
 
         Below 1 where each comes once in an epoch of ⌈n/B⌉ batches, and n is no multiple of B.
         """
-        return 1.0
+        if not self.deals_epochs:
+            return 1.0
+        return min(1.0, self.num_examples / (self.batch_size * self.steps_per_epoch))
 
     @property
     def period(self) -> int:
@@ -669,6 +673,7 @@ class BallsInBins(Sampling):
     )
     varies_in_size = True
     draws_passes = True
+    deals_epochs = True
 
     def sampled(self, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
         return self.epoch([(event, self.steps_per_epoch)])
@@ -690,10 +695,6 @@ class BallsInBins(Sampling):
                 raise ValueError(f"{_GAUSSIAN_ONLY}; received: {type(event).__name__}. {_INSTEAD}")
         multipliers = tuple((event.noise_multiplier, count) for event, count in events)
         return RandomAllocationDpEvent(multipliers, self.steps_per_epoch)
-
-    @property
-    def fill(self) -> float:
-        return self.num_examples / (self.batch_size * self.steps_per_epoch)
 
     def check_releases(self, releases: Sequence[Release]) -> None:
         _need_gaussian(releases, _GAUSSIAN_ONLY, _INSTEAD)
@@ -802,6 +803,7 @@ class Full(Sampling):
 class _Epochs(Sampling):
     """Passes over the data, in each of which a unit comes at most once."""
 
+    deals_epochs = True
     drop_remainder: bool = False
 
     def __post_init__(self):
@@ -816,10 +818,6 @@ class _Epochs(Sampling):
         if self.drop_remainder:
             return self.num_examples // self.batch_size
         return super().steps_per_epoch
-
-    @property
-    def fill(self) -> float:
-        return min(1.0, self.num_examples / (self.batch_size * self.steps_per_epoch))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,7 @@ THINGS, PICTURES, EPOCHS = 1_000, 120_000, 5  # of the pre-training
 POISSON = {"draw": "poisson", "rate": 0.07}
 BY_POISSON = "Poisson batches"
 BY_POISSON_AND_TEST = "Poisson batches, settings chosen on the test set"
+ON_POISSON = dict.fromkeys((BY_POISSON, BY_POISSON_AND_TEST), POISSON)
 CHOSEN_BY_TEST = records.BY_TEST, BY_POISSON_AND_TEST
 #: What is left out of the features, or changed in the training, and nothing else but, where the
 #: batches, the noise or the model are others, the learning rate: that is chosen anew.
@@ -348,8 +349,7 @@ def main():
         return records.accuracy(train(every, epsilon, values, fold, **changes), test)
 
     def run(values, method, epsilon, seed):
-        on_poisson = dict.fromkeys((BY_POISSON, BY_POISSON_AND_TEST), POISSON)
-        changes = dict((on_poisson | ABLATIONS).get(method, {}))
+        changes = dict((ON_POISSON | ABLATIONS).get(method, {}))
         rows, judged = load(changes.pop("features", "all"))
         rows = rows if method in CHOSEN_BY_TEST else records.at(rows, private)
         model = train(rows, epsilon, values[epsilon], seed, **changes)
@@ -363,31 +363,29 @@ def main():
             path, ("method", "epsilon", "seed"), keys, functools.partial(run, values)
         )
 
-    def choose(epsilons, name="trials", space=SPACE, **changes):
-        path, run_trial = options.output / f"{name}.csv", functools.partial(trial, **changes)
+    def trials_of(*names):
+        name = " ".join(["trials", *names]).replace(",", "").replace(" ", "-")
+        return options.output / f"{name}.csv"
+
+    def choose(epsilons, *names, space=SPACE, **changes):
+        path, run_trial = trials_of(*names), functools.partial(trial, **changes)
         tried = rates(space)
         return records.chosen(path, run_trial, epsilons, tried, FOLDS, highest="learning_rate")
 
-    def completed_by_test(method, name="trials-test", **changes):
-        path = options.output / f"{name}.csv"
-        run_trial = functools.partial(trial_by_test, **changes)
+    def completed_by_test(method, *names, **changes):
+        path, run_trial = trials_of("test", *names), functools.partial(trial_by_test, **changes)
         by_test = records.chosen(path, run_trial, tested, rates(SPACE), 1)
         return completed(by_test, [method], tested)
-
-    def choose_anew(method, epsilons, space=SPACE, **changes):
-        name = method.replace(",", "").replace(" ", "-")
-        return choose(epsilons, f"trials-{name}", space, **changes)
 
     chosen = choose(options.epsilons)
     rows = completed(chosen, [records.OURS], options.epsilons)
     if tested:
         rows += completed_by_test(records.BY_TEST)
     if options.ablations:
-        on_poisson = choose_anew(BY_POISSON, options.epsilons, **POISSON)
+        on_poisson = choose(options.epsilons, BY_POISSON, **POISSON)
         rows += completed(on_poisson, [BY_POISSON], options.epsilons)
         if tested:
-            name = "trials-test-Poisson-batches"
-            rows += completed_by_test(BY_POISSON_AND_TEST, name, **POISSON)
+            rows += completed_by_test(BY_POISSON_AND_TEST, BY_POISSON, **POISSON)
     records.picture(rows, "fashion", "test accuracy, %",
                     options.output / "records_fashion.png", "Fashion-MNIST, δ = 1e-5")  # fmt: skip
     Image.fromarray(drawn_clothes.gallery()).save(options.output / "drawn_clothes.png")
@@ -396,7 +394,7 @@ def main():
         for method, changes in ABLATIONS.items():
             values = on_poisson
             if method in CHOSEN_ANEW:
-                values = choose_anew(method, [2.7], CHOSEN_ANEW[method], **changes)
+                values = choose([2.7], method, space=CHOSEN_ANEW[method], **changes)
             rows += completed(values, [method], [2.7])
         text += "\n" + ablation(rows)
     (options.output / "fashion.md").write_text(text, encoding="utf-8")

@@ -131,7 +131,7 @@ def test_a_trial_on_public_rows_has_the_noise_of_the_private_run(script, monkeyp
 
 @pytest.mark.parametrize("script", ["fashion"], indirect=True)
 def test_runs_go_on_and_write_their_files(small, tmp_path, monkeypatch):
-    options = ["--output", str(tmp_path), "--epsilons", "2.7", "--trials", "2"]
+    options = ["--output", str(tmp_path), "--epsilons", "2.7", "8", "--trials", "2"]
     monkeypatch.setattr(sys, "argv", ["fashion.py", *options, "--seeds", "2", "--ablations"])
     small.main()
     kept = {path: path.read_bytes() for path in tmp_path.glob("*.csv")}
@@ -140,7 +140,7 @@ def test_runs_go_on_and_write_their_files(small, tmp_path, monkeypatch):
     small.main()  # nothing is left to run
     assert {path: path.read_bytes() for path in tmp_path.glob("*.csv")} == kept
     rows = rows_of(tmp_path / "results.csv")
-    assert len(rows) == 4 * 2 + 2 * 2
+    assert len(rows) == 4 * 2 * 2 + 2 * 2
     for row in rows:
         assert float(row["epsilon"]) - 0.05 < float(row["spent"]) <= float(row["epsilon"])
     text = (tmp_path / "fashion.md").read_text(encoding="utf-8")
