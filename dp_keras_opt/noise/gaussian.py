@@ -47,7 +47,7 @@ class Gaussian(Mechanism):
 def _normal_and_rest(source, shape):
     """Standard normals, float32: two by Box and Muller's method from 128 random bits.
 
-    They are never 0 and end at 9.4, with a probability of 6·10⁻²¹ beyond. Those that TensorFlow
+    They are never 0 and end at 9.49, with a probability of 2.3·10⁻²¹ beyond. Those that TensorFlow
     draws end at 5.68, and what lies beyond would tell a sum apart from its neighbour with a
     probability above many a delta.
 

@@ -15,6 +15,7 @@ from tests.helpers.page_tables import (
     best_of,
     cells,
     columns,
+    compared,
     level_with_the_best,
     mean_and_error,
     scores,
@@ -74,6 +75,18 @@ def test_how_often_each_leads():
     assert (
         f"in {nesterov} of the {count} columns below, momentum with planned noise and the "
         f"average in {average}, the same momentum without the average in {plain}."
+    ) in " ".join(PAGE.split())
+
+
+def test_how_often_planned_noise_helps():
+    planned = "DPSGD, momentum, planned noise", "DPAdam, bias-corrected, planned noise"
+    pairs = [(name, name.removesuffix(", planned noise")) for name in planned]
+    pairs.append((f"{planned[0]}, average", "DPSGD, momentum, average"))
+    signs = [sign for path in TUNED for sign in compared(path, pairs)]
+    assert min(signs) == 0
+    assert (
+        f"helped these three in {signs.count(1)} of {len(signs)} cells, was level in "
+        f"{signs.count(0)}, and worse in none."
     ) in " ".join(PAGE.split())
 
 

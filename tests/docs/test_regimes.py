@@ -1,7 +1,6 @@
 """The map of regimes: closed forms against loops over steps, and the scripts run."""
 
 import csv
-import itertools
 import pathlib
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
+from tests.helpers.page_tables import compared
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "papers"
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -17,7 +17,6 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import borders  # noqa: E402
 import quadratics  # noqa: E402
 import regimes  # noqa: E402
-import report  # noqa: E402
 
 H, DISTANCE, STEPS = 0.3, 2.0, 12
 
@@ -211,7 +210,9 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "explanation" / "regimes.md").read_text(encoding="utf-8")
 
 
-TUNED_RUNS = sorted((DOCS / "how_to" / "choosing").glob("tuned-*.csv"))
+SCREENED_RUNS, TUNED_RUNS = (
+    sorted((DOCS / "how_to" / "choosing").glob(f"{part}-*.csv")) for part in ("results", "tuned")
+)
 
 
 def stored(name):
@@ -298,24 +299,9 @@ TUNED = {
 }
 
 
-def counted(part, tasks, pairs):
-    """How often the first is better, level, worse by two standard errors."""
-    signs = []
-    for task in tasks:
-        scores = {}
-        path = DOCS / "how_to" / "choosing" / f"{part}-{task}.csv"
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["part"] == "test":
-                    key = row["candidate"], row["epsilon"]
-                    scores.setdefault(key, []).append(float(row["score"]))
-        higher = task in borders.HIGHER_IS_BETTER
-        for (one, other), epsilon in itertools.product(pairs, "138"):
-            (mean, error), (other_mean, other_error) = (
-                report.mean_and_error(scores[name, epsilon]) for name in (one, other)
-            )
-            gain = (mean - other_mean) * (1 if higher else -1)
-            signs.append(np.sign(gain) * (abs(gain) > 2 * np.hypot(error, other_error)))
+def counted(paths, pairs):
+    """How often the first is better, level, worse."""
+    signs = [sign for path in paths for sign in compared(path, pairs)]
     return f"{signs.count(1)}, {signs.count(0)}, {signs.count(-1)}"
 
 
@@ -327,10 +313,9 @@ def test_what_the_page_says_of_real_runs():
         (line,) = (line for line in lines if words in line)
         return line.rstrip("| ").split(":")[-1].split("|")[-1].strip()
 
-    every = ("ratings", "clothes", "text", "tabular")
     for words, pair in SCREENED.items():
-        assert said(words) == counted("results", every, [pair]), words
-    tuned = (*every, "incomes")
+        assert said(words) == counted(SCREENED_RUNS, [pair]), words
+    sparse = "ratings", "definitions"
+    dense = [path for path in TUNED_RUNS if path.stem.split("-")[1] not in sparse]
     for words, pairs in TUNED.items():
-        tasks = tuned[1:] if "scale" in words else tuned
-        assert said(words) == counted("tuned", tasks, pairs), words
+        assert said(words) == counted(dense if "scale" in words else TUNED_RUNS, pairs), words

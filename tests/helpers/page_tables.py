@@ -51,6 +51,20 @@ def cells(page, name):
     return found
 
 
+def compared(path, pairs):
+    """For each ε and (one, other): 1, 0 or -1, as one is better, level or worse.
+
+    More than two standard errors of the difference tell.
+    """
+    sign, found = 1 if best_of(path) is max else -1, []
+    for epsilon, column in columns(path).items():
+        for one, other in pairs:
+            (mean, error), (of_other, its_error) = column[one, epsilon], column[other, epsilon]
+            gain = sign * (mean - of_other)
+            found.append(int(np.sign(gain) * (abs(gain) > 2 * math.hypot(error, its_error))))
+    return found
+
+
 def level_with_the_best(means, best):
     """The keys of what is within two standard errors (of the difference) of the best.
 
