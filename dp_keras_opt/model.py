@@ -367,6 +367,7 @@ class DPModel(keras.Model):
         )
         _keras.check_is_compiled(self, "fit")
         fit_arguments.check_validation_data(validation_data)
+        call.validation_data = fit_arguments.readable(validation_data)
         scores = fit_arguments.private_scores(call)
         clipping.validate(self)  # layers may have been thawed since `compile`
         if self.built and self.optimizer.built:  # a step that is traced would go on as it is

@@ -148,8 +148,8 @@ def _described(value, array):
             f"{kind} of objects, among them {odd!r}. Fill in what is missing, and pad what is of "
             "several lengths."
         )
-    if array.ndim == 0 and isinstance(value, numbers.Number):
-        return f"{kind}. A list is a structure of arrays; for an array of numbers, np.array(list)."
+    if array.ndim == 0 and isinstance(value, numbers.Number | str | bytes):
+        return f"{kind}. A list is a structure of arrays; for one array, np.array(list)."
     return kind
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -51,19 +52,29 @@ def check_validation_data(given: Any) -> None:
     refuse_batches(given, "validation_data")
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given)
     refuse_batches(x, "validation_data")
-    if not (data.are_batches(x) or can_convert_arrays((x, y, sample_weight))):
-        kinds = sorted(
-            {
-                type(leaf).__name__
-                for leaf in tree.flatten((x, y, sample_weight))
-                if leaf is not None
-            }
-        )
+    leaves = [leaf for leaf in tree.flatten((x, y, sample_weight)) if leaf is not None]
+    are_lists = any(isinstance(leaf, np.generic) for leaf in leaves)
+    are_arrays = can_convert_arrays((x, y, sample_weight)) and not are_lists
+    if not (data.are_batches(x) or are_arrays):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
         raise TypeError(
             "validation_data must be arrays, (x, y) or (x, y, sample_weight), or a "
             f"tf.data.Dataset of batches. Received: {', '.join(kinds)}. np.asarray makes arrays of "
             "lists and of columns."
         )
+
+
+def readable(given: Any) -> Any:
+    """Arrays, with texts as tensors: of NumPy's, Keras reads those of objects that are `str`."""
+
+    def read(leaf):
+        is_text = isinstance(leaf, np.ndarray) and (
+            leaf.dtype.kind in "SU"
+            or (leaf.dtype == object and all(isinstance(text, bytes) for text in leaf.flat))
+        )
+        return tf.constant(leaf) if is_text else leaf
+
+    return tree.map_structure(read, given)
 
 
 def refuse_batches(given: Any, argument: str) -> None:

@@ -130,7 +130,7 @@ def _checked(batches, model):
 def _are_arrays(x):
     if x is None or isinstance(x, tf.data.Dataset):
         return False
-    return all(hasattr(leaf, "shape") and hasattr(leaf, "__len__") for leaf in tree.flatten(x))
+    return all(getattr(leaf, "shape", ()) and hasattr(leaf, "__len__") for leaf in tree.flatten(x))
 
 
 def _sampling_of_arrays(call, optimizer):
@@ -140,8 +140,11 @@ def _sampling_of_arrays(call, optimizer):
     amplification.
     """
     if not _are_arrays(call.x):
+        kind = type(call.x).__name__
+        if isinstance(call.x, list | tuple):
+            kind += ", a structure of arrays; for one array, np.array(list)"
         raise ValueError(
-            f"The data ({type(call.x).__name__}) does not say how its batches are sampled, so "
+            f"The data ({kind}) does not say how its batches are sampled, so "
             "no ε can be stated. Use dp_keras_opt.data.poisson_batches, or state what you did: "
             "dp_keras_opt.data.assume_sampling(data, dp_keras_opt.accounting.Sampling...)."
         )
@@ -157,7 +160,7 @@ def _sampling_of_arrays(call, optimizer):
         )
     call.batch_size = call.batch_size or optimizer.batch_size or _KERAS_BATCH_SIZE
     if call.validation_split and call.validation_data is None:
-        examples = call.x, call.y, call.sample_weight
+        examples = fit_arguments.readable((call.x, call.y, call.sample_weight))
         (call.x, call.y, call.sample_weight), call.validation_data = train_validation_split(
             examples, call.validation_split
         )

@@ -113,9 +113,10 @@ def test_figures_of_batches_are_refused(how, by_name):
         (_batches, "validation_data cannot be Batches"),
         (lambda: (_batches(),), "validation_data cannot be Batches"),
         (lambda: (X.tolist(), Y.tolist()), "validation_data must be arrays.*float"),
+        (lambda: (list(X[:, 0]), Y), "validation_data must be arrays.*float32.*np.asarray"),
         (lambda: object(), "validation_data must be arrays.*object"),
     ],
-    ids=["batches", "tuple of batches", "lists", "object"],
+    ids=["batches", "tuple of batches", "lists", "list of an array's rows", "object"],
 )
 def test_validation_data_are_refused_before_a_step_is_spent(given, match):
     model = _model()
@@ -130,6 +131,21 @@ def test_validation_data_that_keras_takes():
     for given in several:
         history = _model().fit(_batches(), validation_data=given, verbose=0)
         assert "val_loss" in history.history
+
+
+@pytest.mark.parametrize("dtype", ["U", "S", object, "bytes"])
+@pytest.mark.parametrize("how", ["validation_data", "validation_split"])
+def test_validation_data_of_strings(how, dtype):
+    """Keras reads none of them but `str` in objects, and raises once an epoch is spent."""
+    words = np.array(["a b", "b", "a"] * 8, "S" if dtype == "bytes" else dtype)
+    words = words.astype(object) if dtype == "bytes" else words
+    vectorize = keras.layers.TextVectorization(vocabulary=["a", "b"], output_mode="multi_hot")
+    inputs = keras.Input((), dtype="string")
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(vectorize(inputs)))
+    model.compile(dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0), "mse")
+    given = {"validation_split": 0.5} if how == "validation_split" else {how: (words, Y[:24])}
+    history = model.fit(words, Y[:24], batch_size=4, verbose=0, **given)
+    assert np.isfinite(history.history["val_loss"]).all()
 
 
 class _PyBatches(keras.utils.PyDataset):

@@ -373,6 +373,8 @@ class _ArrayLike:
         (X[:4], Y[:4], {}, "at most num_examples=4"),
         (scipy.sparse.csr_matrix(X), Y, {}, "must be a dense array"),
         (X.tolist(), Y, {}, "does not say how its batches are sampled"),
+        (["a text"] * N, Y, {}, r"a structure of arrays; for one array, np.array\(list\)"),
+        (list(np.array(["a text"] * N)), Y, {}, "a structure of arrays"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_before_a_step(x, y, options, words):
