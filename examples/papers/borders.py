@@ -1,7 +1,10 @@
 """Does a task that is made linear before the training predict which optimizer wins?
 
-    python examples/papers/borders.py              # half an hour; goes on if interrupted
+    python examples/papers/borders.py --tasks ratings clothes text tabular incomes  # half an hour
+    python examples/papers/borders.py              # hours: long runs, a model of 426,000 weights
     python examples/papers/borders.py --quick      # a minute, to try it out
+
+It goes on if interrupted.
 
 The map of regimes.py has curvatures as one wishes. Here they are those of the tasks of choosing.py.
 The gradients a_i of 500 examples at the initial weights, clipped, are the rows of a problem
@@ -278,10 +281,12 @@ def verdict(rows):
 
 
 def main():
-    options = report.parser(__doc__, "borders").parse_args()
+    parser = report.parser(__doc__, "borders")
+    parser.add_argument("--tasks", nargs="+", help="of choosing.py; else all that have results")
+    options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     suffix = "-quick" * options.quick
-    runs_of = {name: found for name in choosing.EVERY if (found := real(name))}
+    runs_of = {name: found for name in options.tasks or choosing.EVERY if (found := real(name))}
     predictions = {}
     for name, found in runs_of.items():
         task, rows = choosing.EVERY[name](), None
