@@ -282,11 +282,11 @@ def verdict(rows):
 
 def main():
     parser = report.parser(__doc__, "borders")
-    parser.add_argument("--tasks", nargs="+", help="of choosing.py; else all that have results")
+    parser.add_argument("--tasks", nargs="+", choices=choosing.EVERY, default=choosing.EVERY)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     suffix = "-quick" * options.quick
-    runs_of = {name: found for name in options.tasks or choosing.EVERY if (found := real(name))}
+    runs_of = {name: found for name in options.tasks if (found := real(name))}
     predictions = {}
     for name, found in runs_of.items():
         task, rows = choosing.EVERY[name](), None

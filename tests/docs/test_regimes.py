@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
-from tests.helpers.page_tables import compared
+from tests.helpers.page_tables import BY_PLANNED_NOISE, compared
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "papers"
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -285,15 +285,10 @@ SCREENED = {
     "acceleration is level": ("DPNesterov", "DPSGD, momentum"),
     "a delayed preconditioner": ("DP2RMSprop", "DPSGD, momentum"),
 }
-PLANNED = ", planned noise"
 TUNED = {
-    "correlated noise gains": [
-        (f"DPSGD, momentum{PLANNED}", "DPSGD, momentum"),
-        (f"DPSGD, momentum{PLANNED}, average", "DPSGD, momentum, average"),
-        (f"DPAdam, bias-corrected{PLANNED}", "DPAdam, bias-corrected"),
-    ],
+    "correlated noise gains": BY_PLANNED_NOISE,
     "scale-then-privatize is ahead": [
-        (f"DPAdam, scale-then-privatize{PLANNED}", f"DPSGD, momentum{PLANNED}")
+        ("DPAdam, scale-then-privatize, planned noise", "DPSGD, momentum, planned noise")
     ],
     "bias-corrected `DPAdam` is ahead": [("DPAdam, bias-corrected", "DPSGD, momentum")],
 }

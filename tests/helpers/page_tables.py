@@ -8,6 +8,13 @@ import numpy as np
 
 from tests.helpers.examples import rows_of
 
+#: (with planned noise, without) of the candidates that are on the pages with both.
+BY_PLANNED_NOISE = [
+    ("DPSGD, momentum, planned noise", "DPSGD, momentum"),
+    ("DPSGD, momentum, planned noise, average", "DPSGD, momentum, average"),
+    ("DPAdam, bias-corrected, planned noise", "DPAdam, bias-corrected"),
+]
+
 #: Tasks of whose scores the higher is the better.
 HIGHER_IS_BETTER = {"clothes", "tabular", "definitions", "incomes"}
 
