@@ -9,7 +9,7 @@
 - others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT),
   geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
   DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
-  text, visits to a doctor, incomes.
+  text, visits to a doctor, incomes, definitions of nouns.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 
@@ -116,7 +116,7 @@ def others():
     return experiment(
         {
             name: choosing.EVERY[name]
-            for name in ("ratings", "clothes", "text", "tabular", "incomes")
+            for name in ("ratings", "clothes", "text", "tabular", "incomes", "definitions")
         },
         [*map(get, BASELINES), *found],
         [(each.name, baseline) for each in found for baseline in BASELINES],
