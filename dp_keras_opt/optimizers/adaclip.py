@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt.clipping.query import Query
-from dp_keras_opt.optimizers.geometries import Mean, kept_between
+from dp_keras_opt.optimizers.geometries import Mean, kept_between, of_the_spread, share
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.released import Released
@@ -22,21 +23,29 @@ class AdaClip(Mean):
 
     b_j = ŝ_j^(1/4)·(Σ_i ŝ_i^(1/2))^(1/2) for the variance ŝ_j of an example's gradient in each
     coordinate: of all b for which the expected squared length is 1, that of the least noise in all.
-    With e = g̃_t − a_t and g̃_t − a_{t+1} = (1 − w_t)·e, w_t = (1 − β)/(1 − β^t),
+    With v_t the variance of g̃_t − a_t for gradients of variance 1,
 
-        s_t = β·s_{t−1} + (1 − β)·((1 − w_t)·e)²,
-        ŝ_t = min(max(B·(s_t/κ_t − (σCb_t/B)²), low), high),
+        s_t = β₂·s_{t−1} + (1 − β₂)·B·((g̃_t − a_t)²/v_t − (σCb_t/B)²),
+        ŝ_t = min(max(s_t, low), high), of which a share γ is the mean of all coordinates.
 
-    κ_t the same recursion run on what is expected of gradients of variance 1. b_1 = 1. Costs three
-    buffers of the size of the model. With `DPAdam(beta_1=beta)` this is DP-MacAdam, but for two
-    corrections. Its κ is that of the product of g̃ − a before and after the update, where its
-    algorithm squares the latter. And it has no B: a bound from the spread of means is √B too short,
-    nearly all is clipped, the spread of what is left is smaller still, and so on down to `low`.
-    `clip_norm` is in units of the expected length: 1 to begin with.
+    It begins at 1/d for d weights, where b = 1. Costs three buffers of the size of the model.
+    `clip_norm` is in units of the expected length: 1 to begin with. With `DPAdam(beta_1=beta)` this
+    is DP-MacAdam, but for the spread:
+
+    - There it has no B. A bound from the spread of means is √B too short: nearly all is clipped,
+      the spread of what is left is smaller still, and so on down to `low`.
+    - With B the noise is what matters. There, what is taken off a mean of squares is the noise of
+      the last step, whose bounds are others: bounds swing and, from C²σ²d/B = 3 on, grow to `high`
+      on noise alone.
+    - There it begins at the first square, of which most is noise, and has no γ. A coordinate whose
+      spread comes out negative would have a bound of `low`, whatever its gradients are, and fill
+      all of the clip norm.
 
     Args:
-        beta: β in (0, 1), of mean and variance.
+        beta: β in (0, 1), of the mean.
+        beta_2: β₂ in (0, 1), of the variance.
         low, high: between which ŝ is kept, 0 < low ≤ high.
+        shrinkage: γ in [0, 1]; at 1 all coordinates have one bound.
 
     Attributes:
         bounds: b, a variable for each trainable one, once the optimizer is built. It is computed
@@ -50,11 +59,20 @@ class AdaClip(Mean):
     with adaptive clipping and adaptive momentum", 2026, arXiv:2606.05435.
     """
 
-    def __init__(self, beta: float = 0.9, low: float = 1e-12, high: float = 1.0) -> None:
+    def __init__(
+        self,
+        beta: float = 0.9,
+        beta_2: float = 0.99,
+        low: float = 1e-12,
+        high: float = 1.0,
+        shrinkage: float = 0.03,
+    ) -> None:
         super().__init__(beta)
         if self.beta == 0:
             raise ValueError("beta must be in (0, 1): of one gradient there is no spread.")
+        self.beta_2 = of_the_spread(beta_2)
         self.low, self.high = kept_between(low, high)
+        self.shrinkage = share(shrinkage)
 
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         super().build(optimizer, variables)
@@ -65,11 +83,10 @@ class AdaClip(Mean):
                 for v in variables
             ]
 
-        self._squares, self.bounds = (
-            like("geometry_square", "zeros"),
-            like("geometry_bound", "ones"),
-        )
-        self._expected = optimizer.add_variable((), dtype="float32", name="geometry_expected")
+        count = sum(math.prod(v.shape) for v in variables)
+        start = keras.initializers.Constant(1 / count)
+        self._variances = like("geometry_variance", start)
+        self.bounds = like("geometry_bound", "ones")
 
     def seen(self, optimizer: PrivateOptimizer, query: Query) -> Query:
         scale = [1 / tf.convert_to_tensor(bound) for bound in self.bounds]
@@ -78,26 +95,23 @@ class AdaClip(Mean):
     def update(self, optimizer: PrivateOptimizer, released: Released, answer: Released) -> None:
         before, old = self.centre(), tf.convert_to_tensor(self._weight)
         super().update(optimizer, released, answer)
-        new = tf.convert_to_tensor(self._weight)
-        kept = self.beta * old / new  # 1 − w_t
-        # The centre has a variance of (1 − β)(1 + β^t)/((1 + β)(1 − β^t)), and e one more: in all
-        # 2(1 − β^t)/((1 + β)(1 − β^(t−1))), of which `kept`² is left.
-        expected = tf.math.divide_no_nan(2 * kept**2 * new, (1 + self.beta) * old)
-        optimizer.assign(self._expected, self._next(self._expected, expected))
-        total = tf.convert_to_tensor(self._expected)
-        size, variances = tf.cast(optimizer.expected_batch_size, tf.float32), []
+        size, spread = tf.cast(optimizer.expected_batch_size, tf.float32), self._spread(old)
         stds: Any = answer.noise_std  # one of each coordinate, since bounds differ
-        parts = zip(answer.value, before, stds, self._squares, strict=True)
-        for gradient, centre, noise_std, square in parts:
-            left = kept * (tf.cast(gradient, tf.float32) - centre)
-            optimizer.assign(square, self._next(square, left**2))
-            variance = tf.math.divide_no_nan(tf.convert_to_tensor(square), total) - noise_std**2
-            variances.append(tf.clip_by_value(size * variance, self.low, self.high))
-        root = tf.sqrt(tf.add_n([tf.reduce_sum(tf.sqrt(variance)) for variance in variances]))
-        for bound, variance in zip(self.bounds, variances, strict=True):
-            # After the first step nothing is known of the spread yet.
-            new_bound = tf.sqrt(tf.sqrt(variance)) * root
-            optimizer.assign(bound, tf.where(total > 0, new_bound, tf.convert_to_tensor(bound)))
+        parts = zip(answer.value, before, stds, self._variances, strict=True)
+        for gradient, centre, noise_std, variance in parts:
+            square = (tf.cast(gradient, tf.float32) - centre) ** 2 / spread
+            new = self._next(variance, size * (square - noise_std**2), self.beta_2)
+            # The first release tells the mean, and nothing of what is around it.
+            optimizer.assign(variance, tf.where(old > 0, new, tf.convert_to_tensor(variance)))
+        kept = [tf.clip_by_value(tf.convert_to_tensor(v), self.low, self.high)
+                for v in self._variances]  # fmt: skip
+        mean = tf.reduce_mean(tf.concat([tf.reshape(v, [-1]) for v in kept], axis=0))
+        kept = [v + self.shrinkage * (mean - v) for v in kept]
+        root = tf.sqrt(tf.add_n([tf.reduce_sum(tf.sqrt(v)) for v in kept]))
+        for bound, variance in zip(self.bounds, kept, strict=True):
+            optimizer.assign(bound, tf.sqrt(tf.sqrt(variance)) * root)
 
     def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"low": self.low, "high": self.high}
+        return super().get_config() | {
+            "beta_2": self.beta_2, "low": self.low, "high": self.high, "shrinkage": self.shrinkage
+        }  # fmt: skip

@@ -114,8 +114,15 @@ class Mean(Geometry):
             optimizer.assign(mean, self._next(mean, tf.cast(gradient, tf.float32)))
         optimizer.assign(self._weight, self._next(self._weight, 1.0))
 
-    def _next(self, mean, new):
-        return self.beta * tf.convert_to_tensor(mean) + (1 - self.beta) * new
+    def _next(self, mean, new, beta=None):
+        beta = self.beta if beta is None else beta
+        return beta * tf.convert_to_tensor(mean) + (1 - beta) * new
+
+    def _spread(self, old):
+        """Of independent gradients of variance 1, the variance of g̃_t − a_t: 1 and that of a_t,
+        (1 − β)(1 + β^(t−1))/((1 + β)(1 − β^(t−1))); with `old` = 1 − β^(t−1), and 1 before there is
+        a mean."""
+        return tf.where(old > 0, 2 * self._next(old, 1.0) / ((1 + self.beta) * old), 1.0)
 
     def get_config(self) -> dict[str, Any]:
         return {"beta": self.beta}
@@ -130,6 +137,28 @@ def kept_between(low: float, high: float) -> tuple[float, float]:
     if not (is_number(low) and is_number(high) and 0 < low <= high < float("inf")):
         raise ValueError(f"0 < low <= high must hold, received low={low!r}, high={high!r}.")
     return float(low), float(high)
+
+
+def of_the_spread(beta_2: float) -> float:
+    """How slowly what is known of the spread changes, as a float.
+
+    Raises:
+        ValueError: it is not in (0, 1).
+    """
+    if not (is_number(beta_2) and 0 < beta_2 < 1):
+        raise ValueError(f"beta_2 must be in (0, 1), received {beta_2!r}.")
+    return float(beta_2)
+
+
+def share(shrinkage: float) -> float:
+    """The share of a variance that is the mean of all, as a float.
+
+    Raises:
+        ValueError: it is not in [0, 1].
+    """
+    if not (is_number(shrinkage) and 0 <= shrinkage <= 1):
+        raise ValueError(f"shrinkage must be in [0, 1], received {shrinkage!r}.")
+    return float(shrinkage)
 
 
 def get(identifier: Geometry | Mapping[str, Any] | None) -> Geometry | None:

@@ -30,8 +30,8 @@ from dp_keras_opt import filters, geometries
 from dp_keras_opt.tuning.candidates import Candidate, get
 
 BASELINES = ("DPSGD, momentum", "DPAdam, bias-corrected")
-#: Of clip norms in units of the length that is expected. AdaClip diverges at 1 under much noise.
-LENGTHS, SHORT = (0.3, 3.0), (0.03, 1.0)
+#: Of clip norms in units of the length that is expected.
+LENGTHS = (0.3, 3.0)
 
 
 def changed(optimizer, **settings):
@@ -107,8 +107,8 @@ def others():
         variant("DPSGD, FFTKF", "DPSGD", fftkf, kappa=(0.1, 0.9), suppression=(0.1, 0.9)),
         variant(f"{momentum}, sharpness-aware", momentum, sharpness_aware, radius=(0.01, 1.0)),
         variant(f"{momentum}, around the mean", momentum, lambda: {"geometry": geometries.Mean()}),
-        variant(f"{momentum}, AdaClip", momentum, ada, clip_norm=SHORT),
-        variant("DPAdam, AdaClip", "DPAdam", ada, clip_norm=SHORT),
+        variant(f"{momentum}, AdaClip", momentum, ada, clip_norm=LENGTHS),
+        variant("DPAdam, AdaClip", "DPAdam", ada, clip_norm=LENGTHS),
         variant(f"{momentum}, GeoClip", momentum, geo, clip_norm=LENGTHS),
         Candidate("DPOptimizer, Muon", muon, {"learning_rate": (1e-3, 0.1)}),
         variant("DPMuon, bias-corrected", "DPMuon", lambda: {"bias_correction": True}),

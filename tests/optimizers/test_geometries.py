@@ -59,47 +59,53 @@ def test_around_the_mean_so_far(compiled):
     np.testing.assert_allclose(path, path_of(step, noise), rtol=1e-4, atol=1e-6)
 
 
+def weights_of_the_mean(beta, t):
+    """Of each of t gradients in the mean of them."""
+    return (1 - beta) * beta ** np.arange(t)[::-1] / (1 - beta**t)
+
+
 class AdaClipped:
     """AdaClip as the docstring has it, in float64."""
 
-    def __init__(self, beta, low, high):
-        self.beta, self.low, self.high = beta, low, high
-        self.centre, self.s, self.b = Centre(beta), np.zeros(lr.SIZE), np.ones(lr.SIZE)
-        self.t, self.kappa = 0, 0.0
+    def __init__(self, beta, beta_2, low, high, shrinkage):
+        self.beta, self.beta_2, self.shrinkage = beta, beta_2, shrinkage
+        self.low, self.high = low, high
+        self.centre, self.t = Centre(beta), 0
+        self.s, self.b = np.ones(lr.SIZE) / lr.SIZE, np.ones(lr.SIZE)
 
     def gradient(self, x, z):
         a, b, self.t = self.centre.value, self.b, self.t + 1
         total = contributions(x, a, lambda v: v / b)
-        g = b * (total + lr.SIGMA * lr.CLIP * z) / lr.BATCH + a
+        noise_std = lr.SIGMA * lr.CLIP * b / lr.BATCH
+        g = b * total / lr.BATCH + noise_std * z + a
         self.centre.update(g)
-        around, t, beta = g - self.centre.value, self.t, self.beta
-        self.s = beta * self.s + (1 - beta) * around**2
-        # Of gradients of variance 1: what is left of one less the mean of all, itself among them.
-        weights = (1 - beta) * beta ** np.arange(t)[::-1] / (1 - beta**t)
-        left = np.eye(t)[-1] - weights
-        self.kappa = beta * self.kappa + (1 - beta) * np.sum(left**2)
-        if t > 1:
-            noise = (lr.SIGMA * lr.CLIP * b / lr.BATCH) ** 2
-            variance = lr.BATCH * (self.s / self.kappa - noise)
-            variance = np.clip(variance, self.low, self.high)
+        if self.t > 1:
+            spread = 1 + np.sum(weights_of_the_mean(self.beta, self.t - 1) ** 2)
+            found = lr.BATCH * ((g - a) ** 2 / spread - noise_std**2)
+            self.s = self.beta_2 * self.s + (1 - self.beta_2) * found
+            variance = np.clip(self.s, self.low, self.high)
+            variance = (1 - self.shrinkage) * variance + self.shrinkage * np.mean(variance)
             self.b = variance**0.25 * np.sqrt(np.sum(np.sqrt(variance)))
         return g
 
 
+ADACLIP = {"beta": 0.8, "beta_2": 0.5, "low": 1e-8, "high": 1.0, "shrinkage": 0.1}
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_adaclip(compiled):
-    optimizer = DPSGD(0.5, geometry=AdaClip(0.8, 1e-8, 1.0), **lr.PRIVATE)
+    optimizer = DPSGD(0.5, geometry=AdaClip(**ADACLIP), **lr.PRIVATE)
     path, noise = lr.train(lr.build(optimizer, run_eagerly=not compiled), STEPS)
-    clipped = AdaClipped(0.8, 1e-8, 1.0)
+    clipped = AdaClipped(**ADACLIP)
     expected = path_of(lambda x, z, t: x - 0.5 * clipped.gradient(x, z), noise)
     np.testing.assert_allclose(path, expected, rtol=1e-3, atol=1e-5)
     assert np.ptp(clipped.b) > 0.1 * np.max(clipped.b)  # coordinates have bounds of their own
 
 
 def test_with_adam_it_is_dp_macadam():
-    optimizer = DPAdam(0.05, beta_1=0.8, geometry=AdaClip(0.8, 1e-8, 1.0), **lr.PRIVATE)
+    optimizer = DPAdam(0.05, beta_1=0.8, geometry=AdaClip(**ADACLIP), **lr.PRIVATE)
     path, noise = lr.train(lr.build(optimizer), STEPS)
-    clipped, v = AdaClipped(0.8, 1e-8, 1.0), np.zeros(lr.SIZE)
+    clipped, v = AdaClipped(**ADACLIP), np.zeros(lr.SIZE)
 
     def step(x, z, t):
         nonlocal v
@@ -111,37 +117,71 @@ def test_with_adam_it_is_dp_macadam():
     np.testing.assert_allclose(path, path_of(step, noise), rtol=1e-3, atol=1e-5)
 
 
-def test_variances_are_found_without_bias():
-    """Of gradients with known variances around a mean: within 5 standard errors."""
+@pytest.mark.parametrize("noise_stds", [(0.0,), (0.5,), (0.2, 2.0)])
+def test_variances_are_found_without_bias(noise_stds):
+    """Of gradients with known variances around a mean, also where the noise is not that of the step
+    before: within 5 standard errors."""
     rng, count, size = np.random.default_rng(0), 4000, 400
     true = np.array([0.1, 1.0, 3.0] * (size // 3) + [1.0]).astype("float32")
-    optimizer = DPSGD(0.1, geometry=AdaClip(0.5, 1e-9, 1e9), **lr.PRIVATE)
+    optimizer = DPSGD(0.1, geometry=AdaClip(0.5, beta_2=0.5), **lr.PRIVATE)
     optimizer.build([keras.Variable(np.zeros(size, "float32"))])
     geometry, total, t_seen = optimizer.geometry, 0.0, 0
     for t in range(count // 10):
-        g = tf.constant(true * rng.normal(size=size), tf.float32)
-        answer = dp.noise.Released([g + 7.0], [tf.zeros(size)])
+        noise_std = true * noise_stds[t % len(noise_stds)]
+        g = true * rng.normal(size=size) + noise_std * rng.normal(size=size)
+        answer = dp.noise.Released([tf.constant(g + 7.0, tf.float32)], [tf.constant(noise_std)])
         geometry.update(optimizer, answer, answer)
         if t > 20:
-            total += np.asarray(geometry._squares[0]) / float(geometry._expected)
+            total += np.asarray(geometry._variances[0]) / lr.BATCH
             t_seen += 1
     found = total / t_seen / true**2
     # Means of squares that are correlated over some 3 steps.
-    error = np.sqrt(2 * 3 / (t_seen * size))
+    error = (1 + max(noise_stds) ** 2) * np.sqrt(2 * 3 / (t_seen * size))
     assert abs(found.mean() - 1) < 5 * error
+
+
+def after_steps_of_noise_alone(geometry, steps):
+    """Gradients of 4,000 weights are 0; the noise in their mean is as long as the clip norm."""
+    size, batch = 4_000, 256
+    inputs = keras.Input((size,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1, use_bias=False)(inputs))
+    optimizer = DPSGD(
+        0.0, geometry=geometry, clip_norm=1.0, batch_size=batch, noise_multiplier=4.0, seed=0
+    )
+    model.compile(optimizer, "mse")
+    model.sampling = dp.accounting.Sampling.poisson(4_000, batch)
+    x = np.zeros((batch, size), "float32")
+    for _ in range(steps):
+        model.train_on_batch(x, x[:, :1])
+    return optimizer
+
+
+def test_bounds_do_not_feed_on_the_noise():
+    """As they did while noise was taken off that was not in what it was taken from."""
+    optimizer = after_steps_of_noise_alone(AdaClip(), 60)
+    bounds = np.asarray(optimizer.geometry.bounds[0])
+    assert np.mean(bounds**2) < 1.0
+
+
+def test_the_variance_outside_of_directions_does_not_feed_on_the_noise():
+    optimizer = after_steps_of_noise_alone(GeoClip(2), 200)
+    assert float(optimizer.geometry._others) < 1 / 4_000
 
 
 class GeoClipped:
     """The covariance as a matrix of all weights: leading directions, and one variance in others."""
 
-    def __init__(self, rank, beta, beta_2, low, high):
-        self.rank, self.beta_2, self.low, self.high = rank, beta_2, low, high
+    def __init__(self, rank, beta, beta_2, low, high, shrinkage):
+        self.shrinkage = shrinkage
+        self.rank, self.beta, self.beta_2, self.low, self.high = rank, beta, beta_2, low, high
         self.centre, self.t = Centre(beta), 0
         self.basis = np.eye(lr.SIZE)[:, :rank]
         self.along, self.others = np.ones(rank) / lr.SIZE, 1 / lr.SIZE
 
     def gradient(self, x, z):
         along, others = (np.clip(v, self.low, self.high) for v in (self.along, self.others))
+        mean = (np.sum(along) + (lr.SIZE - self.rank) * others) / lr.SIZE
+        along, others = ((1 - self.shrinkage) * v + self.shrinkage * mean for v in (along, others))
         total = np.sqrt(along).sum() + (lr.SIZE - self.rank) * np.sqrt(others)
         rest = np.eye(lr.SIZE) - self.basis @ self.basis.T
         m = self.basis @ np.diag(along**-0.25) @ self.basis.T + others**-0.25 * rest
@@ -159,7 +199,8 @@ class GeoClipped:
         # Beside the directions there is the rest of x, of which the noise's share is in one number.
         length = np.linalg.norm(rest @ around)
         to = np.c_[self.basis, rest @ around / length]
-        seen = np.outer(to.T @ around, to.T @ around)
+        spread = 1 + np.sum(weights_of_the_mean(self.beta, self.t - 1) ** 2)
+        seen = np.outer(to.T @ around, to.T @ around) / spread
         of_noise = np.append(np.diag(self.basis.T @ noise @ self.basis), np.trace(rest @ noise))
         c = self.beta_2 * np.diag(np.append(self.along, 0.0))
         c += (1 - self.beta_2) * lr.BATCH * (seen - np.diag(of_noise))
@@ -169,12 +210,15 @@ class GeoClipped:
         return g
 
 
+GEOCLIP = {"rank": 3, "beta": 0.7, "beta_2": 0.5, "low": 1e-4, "high": 1.0, "shrinkage": 0.1}
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_geoclip(compiled):
     """M up to a factor, which the bound makes up for."""
-    optimizer = DPSGD(0.5, geometry=GeoClip(3, 0.7, 0.8, 1e-4, 1.0), **lr.PRIVATE)
+    optimizer = DPSGD(0.5, geometry=GeoClip(**GEOCLIP), **lr.PRIVATE)
     path, noise = lr.train(lr.build(optimizer, run_eagerly=not compiled), STEPS)
-    clipped = GeoClipped(3, 0.7, 0.8, 1e-4, 1.0)
+    clipped = GeoClipped(**GEOCLIP)
     expected = path_of(lambda x, z, t: x - 0.5 * clipped.gradient(x, z), noise)
     np.testing.assert_allclose(path, expected, rtol=2e-3, atol=1e-4)
     assert np.max(clipped.along) > 1.5 * clipped.others > clipped.low
@@ -485,10 +529,10 @@ def test_geometries_go_with(kind, make, tmp_path):
 def test_bias_correction_takes_off_the_noise_of_each_coordinate():
     optimizer = DPAdam(
         0.05, beta_1=0.8, beta_2=0.9, second_moment="bias_corrected",
-        geometry=AdaClip(0.8, 1e-8, 1.0), **lr.PRIVATE,
+        geometry=AdaClip(**ADACLIP), **lr.PRIVATE,
     )  # fmt: skip
     path, noise = lr.train(lr.build(optimizer), STEPS)
-    clipped, v = AdaClipped(0.8, 1e-8, 1.0), np.zeros(lr.SIZE)
+    clipped, v = AdaClipped(**ADACLIP), np.zeros(lr.SIZE)
 
     def step(x, z, t):
         nonlocal v
@@ -547,8 +591,11 @@ def test_combinations_without_a_proof_are_refused_when_made(make, match):
     [
         (lambda: Mean(1.0), "beta"),
         (lambda: AdaClip(0.0), "beta"),
-        (lambda: AdaClip(0.9, 0.0), "low"),
-        (lambda: AdaClip(0.9, 1.0, 0.1), "low"),
+        (lambda: AdaClip(low=0.0), "low"),
+        (lambda: AdaClip(low=1.0, high=0.1), "low"),
+        (lambda: AdaClip(beta_2=1.0), "beta_2"),
+        (lambda: AdaClip(shrinkage=1.5), "shrinkage"),
+        (lambda: AdaClip(shrinkage=np.nan), "shrinkage"),
         (lambda: GeoClip(0), "rank"),
         (lambda: GeoClip(2, beta_2=1.0), "beta_2"),
         (lambda: GeoClip(2, low=-1.0), "low"),
