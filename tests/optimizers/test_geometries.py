@@ -163,6 +163,24 @@ def test_bounds_do_not_feed_on_the_noise():
     assert np.mean(bounds**2) < 1.0
 
 
+@pytest.mark.parametrize(("noise", "grow"), [(2.0, False), (3.0, True)])
+def test_as_printed_they_grow_on_noise_alone(noise, grow):
+    """DP-MacAdam's formulas for the spread, with B; `noise` is C²σ²d/B. From step to step they are
+    longer and shorter."""
+    rng, size, batch, beta = np.random.default_rng(0), 4_000, 1_000, 0.9
+    b, m, s = np.ones(size), np.zeros(size), np.zeros(size)
+    for t in range(1, 202):
+        std = b * np.sqrt(noise / size / batch)
+        g = std * rng.normal(size=size)
+        m = beta * m + (1 - beta) * g
+        s = beta * s + (1 - beta) * (g - m / (1 - beta**t)) ** 2
+        if t > 1:
+            kappa = 2 * (beta - beta**t) / (1 + beta)
+            variance = np.clip(batch * (s / kappa - std**2), 1e-12, 1.0)
+            b = variance**0.25 * np.sqrt(np.sum(np.sqrt(variance)))
+    assert (np.mean(b**2) > 1.0) == grow
+
+
 def test_the_variance_outside_of_directions_does_not_feed_on_the_noise():
     optimizer = after_steps_of_noise_alone(GeoClip(2), 200)
     assert float(optimizer.geometry._others) < 1 / 4_000
@@ -210,7 +228,7 @@ class GeoClipped:
         return g
 
 
-GEOCLIP = {"rank": 3, "beta": 0.7, "beta_2": 0.5, "low": 1e-4, "high": 1.0, "shrinkage": 0.1}
+GEOCLIP = {"rank": 3, "beta": 0.7, "beta_2": 0.7, "low": 1e-4, "high": 1.0, "shrinkage": 0.1}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
