@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dp_keras_opt.clipping.query import Query
-from dp_keras_opt.optimizers.geometries import Mean, kept_between, of_the_spread, share
+from dp_keras_opt.optimizers.geometries import Spread
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.released import Released
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class AdaClip(Mean):
+class AdaClip(Spread):
     """Each example contributes clip((g − a)/b): a the mean so far, b from the spread around it.
 
     b_j = ŝ_j^(1/4)·(Σ_i ŝ_i^(1/2))^(1/2) for the variance ŝ_j of an example's gradient in each
@@ -42,7 +42,7 @@ class AdaClip(Mean):
       all of the clip norm.
 
     Args:
-        beta: β in (0, 1), of the mean.
+        beta: β in [0, 1), of the mean.
         beta_2: β₂ in (0, 1), of the variance.
         low, high: between which ŝ is kept, 0 < low ≤ high.
         shrinkage: γ in [0, 1]; at 1 all coordinates have one bound.
@@ -58,21 +58,6 @@ class AdaClip(Mean):
     2019, arXiv:1908.07643; Tasnim, Sankar and Kosut, "DP-MacAdam: differentially private mechanism
     with adaptive clipping and adaptive momentum", 2026, arXiv:2606.05435.
     """
-
-    def __init__(
-        self,
-        beta: float = 0.9,
-        beta_2: float = 0.99,
-        low: float = 1e-12,
-        high: float = 1.0,
-        shrinkage: float = 0.03,
-    ) -> None:
-        super().__init__(beta)
-        if self.beta == 0:
-            raise ValueError("beta must be in (0, 1): of one gradient there is no spread.")
-        self.beta_2 = of_the_spread(beta_2)
-        self.low, self.high = kept_between(low, high)
-        self.shrinkage = share(shrinkage)
 
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         super().build(optimizer, variables)
@@ -103,15 +88,9 @@ class AdaClip(Mean):
             new = self._next(variance, size * (square - noise_std**2), self.beta_2)
             # The first release tells the mean, and nothing of what is around it.
             optimizer.assign(variance, tf.where(old > 0, new, tf.convert_to_tensor(variance)))
-        kept = [tf.clip_by_value(tf.convert_to_tensor(v), self.low, self.high)
-                for v in self._variances]  # fmt: skip
+        kept = list(map(self._kept, self._variances))
         mean = tf.reduce_mean(tf.concat([tf.reshape(v, [-1]) for v in kept], axis=0))
-        kept = [v + self.shrinkage * (mean - v) for v in kept]
+        kept = [self._shrunk(v, mean) for v in kept]
         root = tf.sqrt(tf.add_n([tf.reduce_sum(tf.sqrt(v)) for v in kept]))
         for bound, variance in zip(self.bounds, kept, strict=True):
             optimizer.assign(bound, tf.sqrt(tf.sqrt(variance)) * root)
-
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {
-            "beta_2": self.beta_2, "low": self.low, "high": self.high, "shrinkage": self.shrinkage
-        }  # fmt: skip

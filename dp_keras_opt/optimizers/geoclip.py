@@ -13,7 +13,7 @@ from dp_keras_opt.checks import whole_number
 from dp_keras_opt.clipping.bounds import LEAST
 from dp_keras_opt.clipping.geometry import LowRank
 from dp_keras_opt.clipping.query import Query
-from dp_keras_opt.optimizers.geometries import Mean, kept_between, of_the_spread, share
+from dp_keras_opt.optimizers.geometries import Spread
 
 if TYPE_CHECKING:
     from dp_keras_opt.noise.released import Released
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable(package="dp_keras_opt")
-class GeoClip(Mean):
+class GeoClip(Spread):
     """Each example contributes clip(M(g − a)): M from the covariance of the released gradients.
 
     M = (Σ_i √λ_i)^(−½)·Λ^(−¼) along the eigenvectors of the covariance of examples' gradients: of
@@ -65,10 +65,8 @@ class GeoClip(Mean):
         high: float = 1.0,
         shrinkage: float = 0.03,
     ) -> None:
-        super().__init__(beta)
-        self.rank, self.beta_2 = whole_number(rank, "rank"), of_the_spread(beta_2)
-        self.low, self.high = kept_between(low, high)
-        self.shrinkage = share(shrinkage)
+        super().__init__(beta, beta_2, low, high, shrinkage)
+        self.rank = whole_number(rank, "rank")
 
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         super().build(optimizer, variables)
@@ -91,12 +89,9 @@ class GeoClip(Mean):
 
     def seen(self, optimizer: PrivateOptimizer, query: Query) -> Query:
         sizes = list(map(math.prod, self._shapes))
-        along, others = (
-            tf.clip_by_value(tf.convert_to_tensor(v), self.low, self.high)
-            for v in (self._variances, self._others)
-        )
+        along, others = self._kept(self._variances), self._kept(self._others)
         mean = others + tf.reduce_sum(along - others) / sum(sizes)
-        along, others = (v + self.shrinkage * (mean - v) for v in (along, others))
+        along, others = self._shrunk(along, mean), self._shrunk(others, mean)
         basis = tf.transpose(tf.convert_to_tensor(self._basis))
         parts = zip(tf.split(basis, sizes, axis=1), self._shapes, strict=True)
         directions = [tf.reshape(part, (self.rank, *shape)) for part, shape in parts]
@@ -143,5 +138,4 @@ class GeoClip(Mean):
             optimizer.assign(variable, tf.where(old > 0, value, tf.convert_to_tensor(variable)))
 
     def get_config(self) -> dict[str, Any]:
-        return {"rank": self.rank, "beta": self.beta, "beta_2": self.beta_2, "low": self.low,
-                "high": self.high, "shrinkage": self.shrinkage}  # fmt: skip
+        return {"rank": self.rank} | super().get_config()

@@ -608,7 +608,7 @@ def test_combinations_without_a_proof_are_refused_when_made(make, match):
     ("make", "match"),
     [
         (lambda: Mean(1.0), "beta"),
-        (lambda: AdaClip(0.0), "beta"),
+        (lambda: AdaClip(1.0), "beta"),
         (lambda: AdaClip(low=0.0), "low"),
         (lambda: AdaClip(low=1.0, high=0.1), "low"),
         (lambda: AdaClip(beta_2=1.0), "beta_2"),
