@@ -33,6 +33,8 @@ class Geometry(abc.ABC):
 
     #: Whether it comes from what was declared public.
     uses_public = False
+    #: Whether the noise may depend on that of earlier steps.
+    takes_correlated_noise = True
 
     @abc.abstractmethod
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
@@ -124,6 +126,8 @@ class Mean(Geometry):
 
 class Spread(Mean):
     """A centre, and coordinates from what examples differ by around it: `AdaClip`, `GeoClip`."""
+
+    takes_correlated_noise = False
 
     def __init__(
         self,

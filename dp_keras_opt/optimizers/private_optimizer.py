@@ -292,6 +292,7 @@ class PrivateOptimizer(UpdatesOnce):
             self.batch_size = sampling.divisor
         if self.noise.is_open:
             self.noise = self.noise.for_run(steps, sampling, self.workload(steps))
+            self._check_geometry()
         if self.noise_schedule.is_open:
             self.noise_schedule = self.noise_schedule.of_length(steps)
 
@@ -409,6 +410,13 @@ class PrivateOptimizer(UpdatesOnce):
             raise ValueError(
                 f"geometry={name} makes noise of other sizes in other directions, and a projection "
                 "would take the noisiest for those of the gradient. Leave one of them out."
+            )
+        if self.noise.is_correlated and not self.geometry.takes_correlated_noise:
+            raise ValueError(
+                f"geometry={name} does not go with noise={_named(self.noise)}: what the noise of "
+                "earlier steps takes off that of this one depends on bounds that change from step "
+                "to step, so that bounds would feed on the noise. Leave noise out, or take "
+                "geometries.Mean()."
             )
 
     def _check_sparse_embeddings(self):

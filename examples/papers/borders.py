@@ -160,10 +160,8 @@ def _column(values):
     return np.asarray(values, np.float32)[:, None]
 
 
-def linearized(task, count, seed=0):
-    """The clipped gradients of examples at the initial weights, in units of the clip norm."""
-    keras.utils.set_random_seed(seed)
-    model = task.build()
+def clipped_gradients(model, task, count, seed=0):
+    """Those of `count` examples, one after the other, each a vector in units of the clip norm."""
     loss, variables = keras.losses.get(task.loss), model.trainable_variables
 
     @tf.function
@@ -174,12 +172,15 @@ def linearized(task, count, seed=0):
         return tf.concat([tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients], 0)
 
     x, y = task.train
-    places = np.random.default_rng(seed).permutation(len(y))[:count]
-    rows = []
-    for place in places:
+    for place in np.random.default_rng(seed).permutation(len(y))[:count]:
         one = keras.tree.map_structure(lambda a, at=place: tf.constant(a[at : at + 1]), (x, y))
-        rows.append(tf.clip_by_norm(gradient(*one), task.clip_norm).numpy() / task.clip_norm)
-    rows = np.array(rows, np.float32)
+        yield tf.clip_by_norm(gradient(*one), task.clip_norm).numpy() / task.clip_norm
+
+
+def linearized(task, count, seed=0):
+    """The clipped gradients of examples at the initial weights, in units of the clip norm."""
+    keras.utils.set_random_seed(seed)
+    rows = np.array(list(clipped_gradients(task.build(), task, count, seed)), np.float32)
     return rows[:, np.any(rows != 0, axis=0)]  # what no example moves has noise, and no loss
 
 

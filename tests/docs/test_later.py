@@ -106,7 +106,7 @@ DOCS = EXAMPLES.parent / "docs"
 TABLES = [
     (path, path.parent.with_suffix(".md"))
     for folder in ("how_to/sparse_embeddings", "explanation/geometries")
-    for path in sorted((DOCS / folder).glob("*.csv"))
+    for path in sorted((DOCS / folder).glob("*-*.csv"))
 ]
 
 

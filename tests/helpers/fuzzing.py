@@ -161,6 +161,8 @@ def _likely(c):
         c["geometry"] = None
     if c["geometry"] is not None:
         c["projection"] = False
+    if c["geometry"] in ("AdaClip", "GeoClip") and c["mechanism"] not in ("gaussian", "laplace"):
+        c["mechanism"] = "gaussian"
     if c["users"] and c["filter"] in ("DiSK", "FFTKF", "momentum of each"):
         c["filter"] = None
     if c["clip_norm"] == "found":

@@ -511,6 +511,10 @@ GEOMETRIES = {
 )  # fmt: skip
 def test_geometries_go_with(kind, make, tmp_path):
     """Trained, saved and trained on; what a batch without an example adds is within the bound."""
+    if make(**lr.PRIVATE).noise.is_correlated and not GEOMETRIES[kind]().takes_correlated_noise:
+        with pytest.raises(ValueError, match="feed on"):
+            make(geometry=GEOMETRIES[kind](), **lr.PRIVATE)
+        return
     optimizer = make(geometry=GEOMETRIES[kind](), **lr.PRIVATE)
     sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
     model = lr.build(optimizer, sampling=sampling)
@@ -593,15 +597,28 @@ def test_each_optimizer_has_a_geometry_of_its_own():
             lambda **k: dp.optimizers.DP2RMSprop(0.1, 0.1, delay=1, adaptive_clip_norm=1.0, **k),
             "does not take geometry",
         ),
+        (lambda **k: DPSGD(0.1, noise=dp.noise.BandedMatrix(8, 2), **k), r"BandedMatrix: .*Mean"),
+        (lambda **k: DPOptimizer("lion", noise=dp.noise.TreeAggregation(8), **k), "feed on"),
         (lambda **k: dp.optimizers.DPGaLore(0.1, rank=2, **k), "noisiest"),
         (lambda **k: DPSGD(0.1, projection=dp.optimizers.GaLore(1), **k), "noisiest"),
     ],
-    ids=["scaled", "independent", "noiseless", "floor", "DP2", "GaLore", "projection"],
+    ids=["scaled", "independent", "noiseless", "floor", "DP2", "banded", "tree", "GaLore",
+         "projection"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:second_moment='noiseless'")
 def test_combinations_without_a_proof_are_refused_when_made(make, match):
     with pytest.raises(ValueError, match=match):
         make(geometry=AdaClip(), **lr.PRIVATE)
+
+
+def test_planned_noise_is_refused_where_it_is_correlated():
+    for geometry in (AdaClip(), GeoClip(2)):
+        optimizer = DPSGD(0.1, noise="planned", geometry=geometry, **lr.PRIVATE)
+        with pytest.raises(ValueError, match="feed on the noise"):
+            optimizer.settle(dp.accounting.Sampling.cyclic_poisson(100, lr.BATCH, 4), 20)
+    optimizer = DPSGD(0.1, noise="planned", geometry=AdaClip(), **lr.PRIVATE)
+    optimizer.settle(lr.SAMPLING, 20)
+    assert isinstance(optimizer.noise, dp.noise.Gaussian)
 
 
 @pytest.mark.parametrize(
