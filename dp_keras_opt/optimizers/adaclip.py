@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from dp_keras_opt.checks import is_number
 from dp_keras_opt.clipping.query import Query
 from dp_keras_opt.optimizers.geometries import Spread
 
@@ -23,7 +24,7 @@ class AdaClip(Spread):
 
     b_j = ŝ_j^(1/4)·(Σ_i ŝ_i^(1/2))^(1/2) for the variance ŝ_j of an example's gradient in each
     coordinate: of all b for which the expected squared length is 1, that of the least noise in all.
-    With v_t the variance of g̃_t − a_t for gradients of variance 1,
+    With v_t the variance of g̃_t − a_t for gradients of variance 1, of which none is clipped,
 
         s_t = β₂·s_{t−1} + (1 − β₂)·B·((g̃_t − a_t)²/v_t − (σCb_t/B)²),
         ŝ_t = min(max(s_t, low), high), of which a share γ is the mean of all coordinates.
@@ -59,6 +60,19 @@ class AdaClip(Spread):
     with adaptive clipping and adaptive momentum", 2026, arXiv:2606.05435.
     """
 
+    def __init__(
+        self,
+        beta: float = 0.9,
+        beta_2: float = 0.99,
+        low: float = 1e-12,
+        high: float = 1.0,
+        shrinkage: float = 0.03,
+    ) -> None:
+        super().__init__(beta, beta_2, low, high)
+        if not (is_number(shrinkage) and 0 <= shrinkage <= 1):
+            raise ValueError(f"shrinkage must be in [0, 1], received {shrinkage!r}.")
+        self.shrinkage = float(shrinkage)
+
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
         super().build(optimizer, variables)
 
@@ -80,7 +94,9 @@ class AdaClip(Spread):
     def update(self, optimizer: PrivateOptimizer, released: Released, answer: Released) -> None:
         before, old = self.centre(), tf.convert_to_tensor(self._weight)
         super().update(optimizer, released, answer)
-        size, spread = tf.cast(optimizer.expected_batch_size, tf.float32), self._spread(old)
+        size = tf.cast(optimizer.expected_batch_size, tf.float32)
+        # v: 1, and the variance (1 − β)(1 + β^(t−1))/((1 + β)(1 − β^(t−1))) of the mean so far.
+        spread = tf.where(old > 0, 2 * self._next(old, 1.0) / ((1 + self.beta) * old), 1.0)
         stds: Any = answer.noise_std  # one of each coordinate, since bounds differ
         parts = zip(answer.value, before, stds, self._variances, strict=True)
         for gradient, centre, noise_std, variance in parts:
@@ -90,7 +106,10 @@ class AdaClip(Spread):
             optimizer.assign(variance, tf.where(old > 0, new, tf.convert_to_tensor(variance)))
         kept = list(map(self._kept, self._variances))
         mean = tf.reduce_mean(tf.concat([tf.reshape(v, [-1]) for v in kept], axis=0))
-        kept = [self._shrunk(v, mean) for v in kept]
+        kept = [v + self.shrinkage * (mean - v) for v in kept]
         root = tf.sqrt(tf.add_n([tf.reduce_sum(tf.sqrt(v)) for v in kept]))
         for bound, variance in zip(self.bounds, kept, strict=True):
             optimizer.assign(bound, tf.sqrt(tf.sqrt(variance)) * root)
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {"shrinkage": self.shrinkage}

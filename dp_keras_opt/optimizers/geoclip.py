@@ -27,26 +27,26 @@ class GeoClip(Spread):
     M = (Σ_i √λ_i)^(−½)·Λ^(−¼) along the eigenvectors of the covariance of examples' gradients: of
     all M for which the expected squared length is 1, that of the least noise in all. What is known
     of the covariance are `rank` directions of all weights together, and one variance λ₀ in all
-    others. With x = g̃_t − a_t, its variance v_t for gradients of variance 1, and the covariance N
-    of the noise in g̃_t, of
+    others. With x = g̃_t − a_t and the covariance N of the noise in g̃_t, of
 
-        β₂·C_{t−1} + (1 − β₂)·B·(x xᵀ/v_t − N)
+        β₂·C_{t−1} + (1 − β₂)·B·(x xᵀ − N)
 
     the leading eigenvectors are kept, and the rest is added to λ₀, evenly. It begins at 1/d for d
-    weights, where M = 1. A share γ of each variance is the mean of all. Costs rank + 1 buffers of
-    the size of the model. `clip_norm` is in units of the expected length: 1 to begin with.
+    weights, where M = 1. Costs rank + 1 buffers of the size of the model. `clip_norm` is in units
+    of the expected length: 1 to begin with.
 
-    Four things differ from the paper. Its low-rank algorithm clips and adds noise in the kept
+    Three things differ from the paper. Its low-rank algorithm clips and adds noise in the kept
     directions alone: what is released lies in their span, so that they never leave it, the first
     `rank` weights, as it begins; here the others are seen as well. It leaves N in, with which the
-    spread of large models grows from step to step; and it has no B and no γ (see `AdaClip`).
+    spread of large models grows from step to step; and it has no B (see `AdaClip`). What is left of
+    the noise in a is not taken off: how much of it is there depends on how much is clipped. Where
+    nothing is, it is (1 − β)/(1 + β) of N, and from C²σ²d/B = (1 + β)/(1 − β) on λ₀ would grow.
 
     Args:
         rank: how many directions, fewer than weights.
         beta: β in [0, 1), of the mean a.
         beta_2: β₂ in (0, 1), of the covariance.
         low, high: between which its eigenvalues count, 0 < low ≤ high.
-        shrinkage: γ in [0, 1]; at 1 all directions have one bound.
 
     Raises:
         ValueError: an argument is out of range; or, by the optimizer, there are no more weights
@@ -63,9 +63,8 @@ class GeoClip(Spread):
         beta_2: float = 0.99,
         low: float = 1e-12,
         high: float = 1.0,
-        shrinkage: float = 0.03,
     ) -> None:
-        super().__init__(beta, beta_2, low, high, shrinkage)
+        super().__init__(beta, beta_2, low, high)
         self.rank = whole_number(rank, "rank")
 
     def build(self, optimizer: PrivateOptimizer, variables: Sequence[keras.Variable]) -> None:
@@ -88,11 +87,9 @@ class GeoClip(Spread):
         self._others = add((), start, "geometry_other_variance")
 
     def seen(self, optimizer: PrivateOptimizer, query: Query) -> Query:
-        sizes = list(map(math.prod, self._shapes))
         along, others = self._kept(self._variances), self._kept(self._others)
-        mean = others + tf.reduce_sum(along - others) / sum(sizes)
-        along, others = self._shrunk(along, mean), self._shrunk(others, mean)
         basis = tf.transpose(tf.convert_to_tensor(self._basis))
+        sizes = list(map(math.prod, self._shapes))
         parts = zip(tf.split(basis, sizes, axis=1), self._shapes, strict=True)
         directions = [tf.reshape(part, (self.rank, *shape)) for part, shape in parts]
         # Up to a factor, that nothing be stretched: the bound is in units of the shortest.
@@ -106,7 +103,7 @@ class GeoClip(Spread):
         return query._replace(clip_norm=tf.maximum(clip_norm, LEAST))
 
     def update(self, optimizer: PrivateOptimizer, released: Released, answer: Released) -> None:
-        before, old = self.centre(), tf.convert_to_tensor(self._weight)
+        before, known = self.centre(), self._weight > 0
         super().update(optimizer, released, answer)
         pairs = zip(answer.value, before, strict=True)
         x = tf.concat([tf.reshape(tf.cast(g, tf.float32) - a, [-1]) for g, a in pairs], axis=0)
@@ -119,11 +116,10 @@ class GeoClip(Spread):
         inverse, std = released.geometry.inverse, tf.convert_to_tensor(released.noise_std)
         noise = tf.concat([inverse.along**2, [(size - self.rank) * inverse.rest**2]], axis=0)
         y = tf.concat([inner, [length]], axis=0)
-        seen = y[:, None] * y[None, :] / self._spread(old)
-        new = seen - tf.linalg.diag(std**2 * noise)
-        last = tf.linalg.diag(tf.concat([tf.convert_to_tensor(self._variances), [0.0]], axis=0))
-        weight = (1 - self.beta_2) * tf.cast(optimizer.expected_batch_size, tf.float32)
-        values, vectors = tf.linalg.eigh(self.beta_2 * last + weight * new)  # ascending
+        new = y[:, None] * y[None, :] - tf.linalg.diag(std**2 * noise)
+        old = tf.linalg.diag(tf.concat([tf.convert_to_tensor(self._variances), [0.0]], axis=0))
+        share = (1 - self.beta_2) * tf.cast(optimizer.expected_batch_size, tf.float32)
+        values, vectors = tf.linalg.eigh(self.beta_2 * old + share * new)  # ascending
         extended = tf.concat([basis, tf.math.divide_no_nan(rest, length)[:, None]], axis=1)
         kept = tf.matmul(extended, vectors[:, 1:])
         # Orthonormal but for rounding, which a step of Newton and Schulz keeps from adding up, in a
@@ -135,7 +131,7 @@ class GeoClip(Spread):
             (self._basis, kept), (self._variances, values[1:]), (self._others, others)
         ):  # fmt: skip
             # The first release tells the mean, and nothing of what is around it.
-            optimizer.assign(variable, tf.where(old > 0, value, tf.convert_to_tensor(variable)))
+            optimizer.assign(variable, tf.where(known, value, tf.convert_to_tensor(variable)))
 
     def get_config(self) -> dict[str, Any]:
         return {"rank": self.rank} | super().get_config()

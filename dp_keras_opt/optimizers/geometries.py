@@ -129,42 +129,21 @@ class Spread(Mean):
 
     takes_correlated_noise = False
 
-    def __init__(
-        self,
-        beta: float = 0.9,
-        beta_2: float = 0.99,
-        low: float = 1e-12,
-        high: float = 1.0,
-        shrinkage: float = 0.03,
-    ) -> None:
+    def __init__(self, beta: float, beta_2: float, low: float, high: float) -> None:
         super().__init__(beta)
         if not (is_number(beta_2) and 0 < beta_2 < 1):
             raise ValueError(f"beta_2 must be in (0, 1), received {beta_2!r}.")
         if not (is_number(low) and is_number(high) and 0 < low <= high < float("inf")):
             raise ValueError(f"0 < low <= high must hold, received low={low!r}, high={high!r}.")
-        if not (is_number(shrinkage) and 0 <= shrinkage <= 1):
-            raise ValueError(f"shrinkage must be in [0, 1], received {shrinkage!r}.")
         self.beta_2, self.low, self.high = float(beta_2), float(low), float(high)
-        self.shrinkage = float(shrinkage)
-
-    def _spread(self, old):
-        """Of independent gradients of variance 1, the variance of g̃_t − a_t: 1 and that of a_t,
-        (1 − β)(1 + β^(t−1))/((1 + β)(1 − β^(t−1))); with `old` = 1 − β^(t−1), and 1 before there is
-        a mean."""
-        return tf.where(old > 0, 2 * self._next(old, 1.0) / ((1 + self.beta) * old), 1.0)
 
     def _kept(self, variance):
         """Within the bounds."""
         return tf.clip_by_value(tf.convert_to_tensor(variance), self.low, self.high)
 
-    def _shrunk(self, variance, mean):
-        """With its share of the mean of all."""
-        return variance + self.shrinkage * (mean - variance)
-
     def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {
-            "beta_2": self.beta_2, "low": self.low, "high": self.high, "shrinkage": self.shrinkage
-        }  # fmt: skip
+        config = {"beta_2": self.beta_2, "low": self.low, "high": self.high}
+        return super().get_config() | config
 
 
 def get(identifier: Geometry | Mapping[str, Any] | None) -> Geometry | None:
