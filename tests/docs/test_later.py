@@ -122,6 +122,20 @@ def test_the_tables_are_those_of_the_results(path, page):
             assert shown[key] == (f"**{cell}**" if key in level else cell), key
 
 
+@pytest.mark.parametrize("name", ["ratings", "clothes", "text", "tabular", "incomes"])
+def test_none_is_ahead_of_the_best_of_the_five_papers(name):
+    """By more than two standard errors, at any ε: see the page on choosing."""
+    found = columns(DOCS / "explanation" / "geometries" / f"others-{name}.csv")
+    tuned = DOCS / "how_to" / "choosing" / f"tuned-{name}.csv"
+    best, of_tuned = best_of(tuned), columns(tuned)
+    for epsilon, column in found.items():
+        new = best(mean for mean, _ in column.values())
+        old, error = best(of_tuned[epsilon].values())
+        errors = [its_error for mean, its_error in column.values() if mean == new]
+        ahead = (new - old) if best is max else (old - new)
+        assert ahead <= 2 * np.hypot(error, *errors), (epsilon, ahead)
+
+
 def test_there_are_tables():
     assert {path.stem for path, _ in TABLES} == {
         "rows-ratings",
