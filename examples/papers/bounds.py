@@ -1,6 +1,6 @@
 """How much noise could bounds save that each weight has of its own?
 
-    python examples/papers/bounds.py        # ten minutes; goes on where it was interrupted
+    python examples/papers/bounds.py        # some minutes; goes on where it was interrupted
 
 AdaClip learns such bounds from noisy means. Here they follow from the gradients themselves: of
 2,000 examples, clipped, whose variance in weight j of d is s_j. Around the mean, one bound for all
@@ -11,6 +11,8 @@ and of rare features 2,000 examples know too little.
 
 Tasks are those of later.py. Writes bounds.csv to output/papers/bounds.
 """
+
+import functools
 
 import borders
 import choosing
@@ -38,24 +40,27 @@ def saving(gradients):
     return len(variances) * variances.sum() / np.sqrt(variances).sum() ** 2
 
 
+def saving_at(task, at, rate, count, seed):
+    """That of `count` examples of the task, at the "start" or the "end" of a training."""
+    if at == "start":
+        keras.utils.set_random_seed(seed)
+        model = task.build()
+    else:
+        momentum = dp.tuning.get("DPSGD, momentum")
+        model = dp.tuning.runs.train(task, momentum, {"learning_rate": rate}, 3.0, 1e-6)
+    return {"test": f"{saving(borders.clipped_gradients(model, task, count)):.3g}"}
+
+
 def main():
     options = report.parser(__doc__, "bounds").parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    momentum, count = dp.tuning.get("DPSGD, momentum"), 50 if options.quick else 2_000
     path = options.output / f"bounds{'-quick' * options.quick}.csv"
+    count = 50 if options.quick else 2_000
     for name, rate in TASKS.items():
         task = choosing.EVERY[name]()
-
-        def compute(at, task=task, rate=rate):
-            if at == "start":
-                keras.utils.set_random_seed(options.seed)
-                model = task.build()
-            else:
-                model = dp.tuning.runs.train(task, momentum, {"learning_rate": rate}, 3.0, 1e-6)
-            return {"test": f"{saving(borders.clipped_gradients(model, task, count)):.3g}"}
-
         for at in ("start", "end"):
-            report.remembered(path, {"task": name, "at": at}, lambda at=at: compute(at))
+            compute = functools.partial(saving_at, task, at, rate, count, options.seed)
+            report.remembered(path, {"task": name, "at": at}, compute)
 
 
 if __name__ == "__main__":

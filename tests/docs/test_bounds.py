@@ -1,6 +1,7 @@
 """What bounds of each weight's own could save: by the formula, on made-up data, and on the page."""
 
 import csv
+import json
 import pathlib
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import dp_keras_opt as dp
+from tests.helpers.examples import rows_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "papers")]
@@ -56,6 +58,17 @@ def test_the_script_on_made_up_data(monkeypatch, tmp_path):
         (name, at) for name in bounds.TASKS for at in ("start", "end")
     ]
     assert all(float(r["test"]) >= 1 for r in rows)
+
+
+@pytest.mark.parametrize("name", bounds.TASKS)
+def test_the_rates_are_those_of_the_page(name):
+    path = ROOT / "docs" / "explanation" / "geometries" / f"others-{name}.csv"
+    found = {
+        json.loads(row["values"])["learning_rate"]
+        for row in rows_of(path)
+        if (row["part"], row["candidate"], float(row["epsilon"])) == ("test", "DPSGD, momentum", 3)
+    }
+    assert found == {bounds.TASKS[name]}
 
 
 def test_the_table_is_that_of_the_runs():
