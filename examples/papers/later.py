@@ -9,16 +9,18 @@
 - others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT),
   geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
   DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
-  text, visits to a doctor, incomes, definitions of nouns.
+  text, visits to a doctor, incomes, definitions of nouns, and the record's features of clothes.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 
-Tasks are those of choosing.py; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many trials for each
+Tasks are those of choosing.py, and features; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many trials for each
 of its hyper-parameters: see at_length.py, whose options these are.
 
 Writes NAME-TASK.csv (every run) and NAME.csv and .md (a table and a verdict) to
 output/papers/later.
 """
+
+import pathlib
 
 import at_length
 import choosing
@@ -78,6 +80,24 @@ def variant(name, of, make_settings, **space):
     return Candidate(name, make, {**plain.space, **space})
 
 
+def features():
+    """Clothes by the features of the record, as many steps of it, linear; accuracy.
+
+    They are computed once, in half an hour, and kept where records/fashion.py keeps them.
+    """
+    import fashion
+
+    folder = pathlib.Path("output/records/fashion")
+    folder.mkdir(parents=True, exist_ok=True)
+    (x, y), test = fashion.pictures_as_features("all", folder)
+    train, validation = choosing.parts(x, y, [None, fashion.PUBLIC])
+    return dp.tuning.Task(
+        lambda: fashion.classifier(fashion.FEATURES), train, validation, at_length.LOGITS,
+        batch_size=round(fashion.RATE * len(train[1])), steps=fashion.STEPS, test=test,
+        score="accuracy", higher_is_better=True, clip_norm=fashion.CLIP_NORM, unit="picture",
+    )  # fmt: skip
+
+
 def others():
     """All but sparse embeddings, and geometries that need probes."""
 
@@ -117,7 +137,8 @@ def others():
         {
             name: choosing.EVERY[name]
             for name in ("ratings", "clothes", "text", "tabular", "incomes", "definitions")
-        },
+        }
+        | {"features": features},
         [*map(get, BASELINES), *found],
         [(each.name, baseline) for each in found for baseline in BASELINES],
         "Each is better than training without it.",
