@@ -123,7 +123,8 @@ class DPModel(keras.Model):
     def sampling(self) -> Sampling | None:
         """The `Sampling` of the batches, set by `fit`, and to be set before `train_on_batch`.
 
-        To set it again, also to an equal one, says that the data begin anew.
+        What `fit` set holds for its own data alone: `train_on_batch` afterwards needs one that was
+        set since. To set it again, also to an equal one, says that the data begin anew.
         """
         # A copy: Keras skips to assign what getattr already gives.
         return copy.copy(self._guard.sampling)
@@ -133,7 +134,8 @@ class DPModel(keras.Model):
         _keras.check_is_compiled(self, "sampling")
         if isinstance(sampling, Sampling):
             sampling = dataclasses.replace(sampling, is_stated=True)
-        self._guard.sample_as(self, sampling)
+        self._guard.refuse_within_fit("Another sampling")
+        self._guard.sample_as(self, sampling, of_fit=False)
 
     @property
     def budget(self) -> Budget | None:
@@ -366,6 +368,7 @@ class DPModel(keras.Model):
             validation_freq=validation_freq,
         )
         _keras.check_is_compiled(self, "fit")
+        self._guard.refuse_within_fit("Another fit")
         fit_arguments.check_validation_data(validation_data)
         call.validation_data = fit_arguments.readable(validation_data)
         scores = fit_arguments.private_scores(call)
@@ -458,9 +461,10 @@ class DPModel(keras.Model):
 
         Raises:
             PrivacyBudgetError: the step would exceed the budget.
-            ValueError: `model.sampling` is not set.
+            ValueError: `model.sampling` is not set, or by a `fit`; or a `fit` runs.
         """
         _keras.check_is_compiled(self, "train_on_batch")
+        self._guard.refuse_within_fit("train_on_batch")
         if workers.is_used(self.distribute_strategy):
             raise ValueError(
                 "train_on_batch would give the same batch to every replica. Use fit, with "

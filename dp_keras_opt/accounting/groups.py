@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from dp_keras_opt.accounting.accountant import epsilon_of
-from dp_keras_opt.accounting.privacy_filters import kept_filter
+from dp_keras_opt.accounting.privacy_filters import is_lost, kept_filter
 
 #: Of dp_accounting, which older versions lack.
 _Mixture = getattr(dp_accounting.dp_event, "MixtureOfGaussiansDpEvent", None)
@@ -52,6 +52,8 @@ def group_epsilon(segments, size, delta, accountant="auto"):
         `GroupEpsilon`.
     """
     segments = [segment for segment in segments if segment.steps]
+    if is_lost(segments):
+        return GroupEpsilon(math.inf, is_joint=False)
     kept = kept_filter(segments)
     if kept is not None:
         return GroupEpsilon(_one_by_one(kept.epsilon_at, size, delta), is_joint=False)

@@ -37,6 +37,9 @@ def adapt_privately(
       order of noisy counts, at most `max_tokens`; each unit counts for at most `most_per_unit`
       words. The weights of "tf_idf" are of the same noisy counts, with units for documents.
 
+    A private model that has the layer counts what it cost. A file of a plain model, or a copy of
+    the layer, does not tell: give a model that is made of these the ledger, `model.ledger = ...`.
+
     Args:
         layer: one of these layers, without a state of its own.
         data: as for its `adapt`: arrays, a `tf.data.Dataset` of batches of one column; or an array

@@ -159,6 +159,16 @@ def check_steps(batches, steps_per_epoch, endless=False):
             "dataset.apply(tf.data.experimental.assert_cardinality(length)); or, on one device, "
             f"pass steps_per_epoch={sampling.period} or leave it out."
         )
+    limits = steps_per_epoch, keras.config.max_steps_per_epoch(), length
+    of_epoch = min((limit for limit in limits if limit is not None), default=None)
+    if passes and isinstance(batches.dataset, keras.utils.PyDataset) and of_epoch != length:
+        raise ValueError(
+            f"{sampling.kind!r} sampling is accounted in whole passes over the data, of {length} "
+            f"batches; an epoch of {of_epoch} would end within one. There Keras calls the "
+            "PyDataset's on_epoch_end and on_epoch_begin: where they put the examples in another "
+            "order, one comes more often than is accounted. Leave out steps_per_epoch (and "
+            "keras.config.set_max_steps_per_epoch)."
+        )
     if ordered and whole is not None and steps_per_epoch not in (None, whole):
         raise ValueError(
             f"{sampling.kind!r} sampling is accounted in whole passes over the data, here of "

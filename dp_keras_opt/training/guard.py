@@ -85,6 +85,8 @@ class PrivacyGuard:
         self.progress: FitProgress | None = None
         self.history = WeightHistory()
         self._ledger = Ledger()
+        self._exchanged: list[Ledger] = []  # those that were the model's before
+        self._is_of_fit = False  # whether the sampling is that of the data of a `fit`
         self._process = entropy.process()
         self._passes_begun = 0
         self._entered: int | None = None  # the step that this `fit` asked for last
@@ -98,10 +100,11 @@ class PrivacyGuard:
     def ledger(self, model: Any) -> Ledger:
         """The ledger, with what other models have spent on the same weights, and its layers."""
         self.history.gather(self._ledger, model.weights)
-        for layer in layers_of(model, include_self=False):
-            released_on = getattr(layer, "_released_on", self._ledger)  # `adapt_privately`
-            if released_on is not self._ledger:
-                self._ledger.absorb(released_on)
+        layers = layers_of(model, include_self=False)
+        released_on = [getattr(layer, "_released_on", None) for layer in layers]  # adapt_privately
+        for other in (*self._exchanged, *released_on):  # a `PrivateData` may count on in them
+            if other is not None and other is not self._ledger:
+                self._ledger.absorb(other)
         return self._ledger
 
     def ledger_of_all(self, model: Any) -> Ledger:
@@ -119,15 +122,19 @@ class PrivacyGuard:
             raise ValueError(
                 f"ledger must be a dp_keras_opt.accounting.Ledger, received {ledger!r}."
             )
-        ledger.merge(self.ledger(model))
+        before = self.ledger(model)
+        ledger.merge(before)
+        self._exchanged.append(before)
         self._ledger = ledger
 
     def learn(self, model: Any, text: str) -> None:
         """Takes the ledger that was saved beside loaded weights."""
         self.history.learn(self._ledger, model.weights, text)
 
-    def sample_as(self, model: Any, sampling: Sampling, order_seed: int | None = None) -> None:
-        """Checks and takes the sampling of the batches to come.
+    def sample_as(
+        self, model: Any, sampling: Sampling, order_seed: int | None = None, of_fit: bool = True
+    ) -> None:
+        """Checks and takes the sampling of the batches to come: of a `fit`, or those after it.
 
         Raises:
             ValueError: the optimizer or its calibration is for another one.
@@ -142,9 +149,22 @@ class PrivacyGuard:
         before = self.sampling
         if before is not None and before.rows_per_unit != sampling.rows_per_unit:
             model.train_function = None  # to be traced anew: tracing checks the batches against it
-        self.sampling, self.order_seed = sampling, order_seed
+        self.sampling, self.order_seed, self._is_of_fit = sampling, order_seed, of_fit
         self._place_next_pass(steps_taken(model.optimizer))
         self.ledger(model).close()
+
+    def refuse_within_fit(self, what: str) -> None:
+        """Refuses what would have its steps, or those to come, accounted as others are sampled.
+
+        Raises:
+            ValueError: a `fit` runs.
+        """
+        if self.is_fitting:
+            raise ValueError(
+                f"{what} was asked for while fit runs, as from a callback. Its steps are accounted "
+                "as the data of that fit are sampled, and the batches of others are not. Do it "
+                "when fit has returned."
+            )
 
     # Around the train function.
 
@@ -204,6 +224,13 @@ class PrivacyGuard:
                 outside of `fit`.
         """
         optimizer = model.optimizer
+        if not self.is_fitting and self.sampling and self._is_of_fit:
+            raise ValueError(
+                "How this batch is sampled is not known, so no ε can be stated: what fit knew of "
+                "its data says nothing of others. Set model.sampling to what holds for the batches "
+                "to come: batches.sampling of a sampler of dp_keras_opt.data, if each is drawn "
+                "anew; Sampling.full(batch_size), if the same examples come in every step."
+            )
         if not self.is_fitting and self.sampling and self.sampling.batch_sizes:
             raise ValueError(
                 "An expected batch size that changes needs fit, which takes every batch in its "
@@ -299,7 +326,7 @@ class PrivacyGuard:
                 "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
             )
         # Checked again: the model may be compiled anew.
-        self.sample_as(model, self.sampling, self.order_seed)
+        self.sample_as(model, self.sampling, self.order_seed, self._is_of_fit)
         for layer in layers_of(model, include_self=False):
             if isinstance(getattr(layer, "_guard", None), PrivacyGuard):
                 self._ledger.merge(layer.ledger)  # what it spent is in the weights, too
@@ -430,7 +457,7 @@ class PrivacyGuard:
         Raises:
             ValueError: it is not; or its own filter would begin after the first step.
         """
-        check_held(self.ledger(model).segments, None if budget is None else budget.filter)
+        check_held(self.ledger(model).of_data_set(), None if budget is None else budget.filter)
 
     def warn_of_end(self, steps: int, planned: int | None) -> None:
         """Says that the budget ended a `fit` early, if it did.

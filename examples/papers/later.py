@@ -13,8 +13,8 @@
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 
-Tasks are those of choosing.py, and features; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many trials for each
-of its hyper-parameters: see at_length.py, whose options these are.
+Tasks are those of choosing.py, and features; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many
+trials for each of its hyper-parameters: see at_length.py, whose options these are.
 
 Writes NAME-TASK.csv (every run) and NAME.csv and .md (a table and a verdict) to
 output/papers/later.

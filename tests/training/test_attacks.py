@@ -93,6 +93,7 @@ def test_single_steps_after_a_broken_off_epoch_are_a_run_of_their_own():
     model = _model(noise=dp.noise.SquareRootFactorization(9, 9))
     data = dp.data.fixed_order_epochs((X, Y), B)
     model.fit(data, verbose=0, callbacks=[StopsAtOnce()])
+    model.sampling = data.sampling
     for _ in range(2):  # in one run, two steps of an example would be one step apart
         for batch in data:
             model.train_on_batch(*batch)
@@ -257,3 +258,92 @@ def test_steps_are_never_entered_into_the_run_of_another_model(tmp_path):
         first.train_on_batch(X, Y)
     assert all(map(np.array_equal, before, first.get_weights()))
     assert first.ledger.steps == 1
+
+
+class ShufflesItself(keras.utils.PyDataset):
+    """Another order after each epoch of Keras, as its documentation shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(1)
+        self.on_epoch_end()
+
+    def __len__(self):
+        return N // B
+
+    def __getitem__(self, index):
+        rows = self.order[index * B : (index + 1) * B]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.order = self.rng.permutation(N)
+
+
+@pytest.mark.parametrize(("steps", "cap"), [(1, None), (2, None), (None, 2), (3, 2)])
+def test_a_pydataset_is_not_put_into_another_order_within_a_pass(steps, cap, monkeypatch):
+    monkeypatch.setattr(keras.config, "max_steps_per_epoch", lambda: cap)
+    data = dp.data.assume_sampling(ShufflesItself(), dp.accounting.Sampling.shuffled(N, B))
+    model = _model()
+    with pytest.raises(ValueError, match="would end within one"):
+        model.fit(data, steps_per_epoch=steps, epochs=2, verbose=0)
+    assert model.ledger.steps == 0
+
+
+def test_a_pydataset_in_whole_passes():
+    data = dp.data.assume_sampling(ShufflesItself(), dp.accounting.Sampling.shuffled(N, B))
+    model = _model()
+    for steps in (None, N // B):
+        model.fit(data, steps_per_epoch=steps, epochs=2, verbose=0)
+    assert model.ledger.steps == 4 * N // B
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "laplace"])
+def test_what_a_fit_knew_of_its_data_says_nothing_of_other_batches(noise):
+    """Of the same batch ten times ε was 2.5 where 7 was true: it went on as shuffled epochs."""
+    model = _model(noise)
+    model.fit(X, Y, batch_size=B, shuffle=False, verbose=0)
+    steps, before = model.ledger.steps, model.get_weights()
+    with pytest.raises(ValueError, match="How this batch is sampled is not known"):
+        model.train_on_batch(X[:B], Y[:B])
+    assert model.ledger.steps == steps
+    np.testing.assert_equal(model.get_weights(), before)
+    model.sampling = dp.accounting.Sampling.full(B, adjacency="replace_one")
+    model.train_on_batch(X[:B], Y[:B])
+    *_, last = model.ledger.segments
+    assert (last.steps, last.sampling.kind) == (1, "full")
+    assert "stated sampling" in last.conditions
+    model.fit(X, Y, batch_size=B, shuffle=False, verbose=0)  # and again after the next
+    with pytest.raises(ValueError, match="How this batch is sampled is not known"):
+        model.train_on_batch(X[:B], Y[:B])
+
+
+WITHIN = {
+    "steps": lambda model: model.train_on_batch(X[:B], Y[:B]),
+    "another sampling": lambda model: setattr(
+        model, "sampling", dp.accounting.Sampling.poisson(10_000, B)
+    ),
+    "another fit": lambda model: model.fit(X, Y, batch_size=B, verbose=0),
+}
+
+
+@pytest.mark.parametrize("what", WITHIN)
+def test_callbacks_do_not_train_on_other_data(what):
+    model = _model()
+    more = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: WITHIN[what](model))
+    with pytest.raises(ValueError, match="while fit runs"):
+        model.fit(dp.data.poisson_batches((X, Y), B), verbose=0, callbacks=[more])
+    (segment,) = model.ledger.segments
+    assert (segment.steps, segment.sampling.num_examples) == (N // B, N)
+    model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)  # it is over for the model
+
+
+def test_a_ledger_that_was_exchanged_is_heard_of_still(tmp_path):
+    """`PrivateData` counted on in the model's ledger of before, of which nobody knew."""
+    model = _model()
+    private = dp.statistics.PrivateData(model.ledger)
+    path = tmp_path / "spent.jsonl"
+    model.ledger = dp.accounting.Ledger(path)
+    private.mean(Y[:, 0], (-3, 3), 1.0, DELTA)
+    model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+    assert [segment.steps for segment in model.ledger.segments] == [1, N // B]
+    assert [segment.steps for segment in dp.accounting.Ledger.read(path).segments] == [1, N // B]

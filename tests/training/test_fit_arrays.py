@@ -427,6 +427,7 @@ def test_train_on_batch_after_a_fit_that_was_stopped():
         on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", True)
     )
     model.fit(batches, verbose=0, callbacks=[stop])
+    model.sampling = batches.sampling
     for x, y, rows in batches:
         model.train_on_batch(x, y, rows)
     assert [segment.steps for segment in model.ledger.segments] == [1, T]

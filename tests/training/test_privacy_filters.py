@@ -94,6 +94,7 @@ def test_it_ends_before_the_step_that_would_exceed(accountant, batches, sigma):
     assert ledger.epsilon(DELTA) <= 4.0
     more = Ledger.of(_optimizer(noise_multiplier=sigma), segment.sampling, segment.steps + 1)
     assert more.epsilon(DELTA, accountant) > 4.0
+    model.sampling = segment.sampling
     with pytest.raises(dp.PrivacyBudgetError):
         batch = next(iter(batches().dataset))
         model.train_on_batch(*batch[:2])
@@ -165,6 +166,7 @@ def test_another_budget_is_refused(other, message, compiled):
 def test_a_budget_that_is_taken_away_or_changed_is_noticed():
     model = _model(noise_multiplier=3.0)
     _fit(model, _poisson(), 1, [_budget()])
+    model.sampling = _poisson().sampling
     kept = model.budget
     for budget in (None, _budget(40.0), _budget(40.0, "auto")):
         model.budget = budget
@@ -293,3 +295,38 @@ def test_models_that_share_layers_share_the_limit():
     with pytest.warns(UserWarning, match="allows no further step"):
         models[0].fit(_poisson(), epochs=100, verbose=0, callbacks=[_budget()])
     assert models[1].ledger.epsilon(DELTA) <= 4.0
+
+
+def test_groups_have_no_guarantee_where_one_unit_has_none():
+    """Two that each kept the budget, merged: what both spent may have been chosen by results."""
+
+    def spent():
+        ledger = Ledger()
+        ledger.begin(
+            _optimizer(noise_multiplier=2.0).releases,
+            Sampling.full(B),
+            filter=_budget(8.0, GAUSSIAN).budget.filter,
+        )
+        ledger.reserve(5)
+        return ledger
+
+    ledger = spent()
+    assert "Groups: for any 2 examples together, epsilon" in _said(
+        ledger.statement(DELTA, "auto", 2)
+    )
+    ledger.merge(spent())
+    said = _said(ledger.statement(DELTA, "auto", 2))
+    assert "NO DIFFERENTIAL PRIVACY" in said
+    assert "Groups: for any 2 examples together no guarantee follows" in said
+
+
+def test_a_filter_goes_on_beside_scores_on_other_data():
+    mae = dp.statistics.metrics.Mean(keras.metrics.mean_absolute_error, (0, 5), "mae")
+    scores = dp.callbacks.PrivateValidation(
+        (X[:20], Y[:20]), mae, 0.5, 1e-5, disjoint_from_training=True
+    )
+    model = _model(noise_multiplier=3.0)
+    for callbacks in ([_budget(8.0), scores], [_budget(8.0)], [_budget(8.0)]):
+        model.fit(_poisson(), verbose=0, callbacks=callbacks)
+    assert [each.steps for each in model.ledger.of_data_set()] == [5, 5, 5]
+    assert model.ledger.epsilon_as_planned(DELTA) == 8.0
