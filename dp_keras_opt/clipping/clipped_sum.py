@@ -72,7 +72,9 @@ def clipped_sums(
     Returns:
         `ClippedSums`.
 
-    Guarantee: for each query the sum of two batches that differ in one row's presence differ by at
+    Guarantee: of a model in which no example changes what others give, and of engines that are
+    right for it (`fit` checks both before the first step, and nothing is checked here): for each
+    query the sum of two batches that differ in one row's presence differ by at
     most its `clip_norm` in the geometry of the query, up to float32 rounding, whatever the row
     holds (NaN and infinities included), also where GPUs multiply in TF32 (`precision`). With a mask
     (users, K) this holds for all rows of one user together. Public rows belong to no user, and are

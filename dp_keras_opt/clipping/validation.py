@@ -17,18 +17,20 @@ MIXING = (
 )
 
 _ALONE = (
-    "Remove it from the model, and give it each picture alone, before batches are made: "
+    "Remove it from the model, and give it each {} alone, before batches are made: "
     "dp_keras_opt.data.poisson_batches(..., map=lambda x, y: (layer(x), y))."
 )
 
-#: Layers that mix a batch, and what to do. The last three equalize one histogram of all pictures,
-#: which they do in some draws only, so that running them need not show it.
+#: Layers that mix a batch, and what to do. Three equalize one histogram of all pictures, which they
+#: do in some draws only, and a spectrogram in decibels ends below the loudest of all: running them
+#: need not show it.
 _MIXING_LAYERS = {
     "MixUp": "Remove it from the model.",
     "CutMix": "Remove it from the model.",
-    "Equalization": _ALONE,
-    "RandAugment": _ALONE,
-    "AugMix": _ALONE,
+    "Equalization": _ALONE.format("picture"),
+    "RandAugment": _ALONE.format("picture"),
+    "AugMix": _ALONE.format("picture"),
+    "MelSpectrogram": f"{_ALONE.format('sound')} Or make it with power_to_db=False.",
 }
 
 
@@ -93,7 +95,7 @@ def _of(layer: keras.layers.Layer) -> Iterator[Problem]:
         what = f"Stateful layer '{layer.name}' carries state from batch to batch and"
         yield Problem((layer.name,), MIXING.format(what=what), "Set stateful=False.")
     mixing = [kind.__name__ for kind in type(layer).__mro__ if kind.__name__ in _MIXING_LAYERS]
-    if mixing:
+    if mixing and getattr(layer, "power_to_db", True):
         what = f"{mixing[0]} layer '{layer.name}'"
         yield Problem((layer.name,), MIXING.format(what=what), _MIXING_LAYERS[mixing[0]])
     if getattr(layer, "activity_regularizer", None) is not None:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import workers
@@ -20,6 +21,7 @@ from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.privacy_filters import check_held
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.segment import conditions_of, stated
+from dp_keras_opt.clipping import state_changes
 from dp_keras_opt.noise import entropy
 from dp_keras_opt.training import saved_run
 from dp_keras_opt.training.weight_history import WeightHistory
@@ -351,6 +353,8 @@ class PrivacyGuard:
             if optimizer.noise.is_correlated:
                 optimizer.noise_source.memory.reset()  # a segment is a run of its own
             self.run = run
+        if optimizer.seed is None:
+            _seed_layers(model)
         if self.progress is not None:
             self._enter_plan()
 
@@ -499,6 +503,22 @@ class PrivacyGuard:
                 "exceeded.",
                 stacklevel=5,  # the caller of `fit`: a context manager lies between
             )
+
+
+def _seed_layers(model):
+    """Makes the random numbers of layers as unpredictable as the noise.
+
+    Dropout draws for each place in a batch. Where one example is not there, others are in its place
+    and so on: only to somebody who cannot know what was drawn for which place are these alike.
+    """
+    states = state_changes.seeds(model)
+    if not states:
+        return
+    sizes = [math.prod(state.shape) * 4 for state in states]
+    drawn = workers.of_chief(secrets.token_bytes(sum(sizes)), model.distribute_strategy)
+    for state, size in zip(states, sizes, strict=True):
+        now, drawn = drawn[:size], drawn[size:]
+        state.assign(np.frombuffer(now, "uint32").reshape(state.shape) >> 1)  # of any integer type
 
 
 def steps_taken(optimizer: Any) -> int:

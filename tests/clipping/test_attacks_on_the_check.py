@@ -1013,3 +1013,129 @@ def test_a_small_network_with_average_and_max_pooling_is_taken():
     x, y = np.zeros((64, 28, 28, 1), "float32"), np.zeros(64, "int32")
     model.fit(dp.data.poisson_batches((x, y), 16), epochs=1, verbose=0)
     assert model.ledger.steps == 4
+
+
+# A row that differs from all others as a whole, or whose label is not there.
+
+
+def _by_extreme(extreme):
+    """Pictures, over the brightest point of all, or above the darkest."""
+    inputs = keras.Input((32, 32, 3), dtype="uint8")
+    hidden = ops.cast(inputs, "float32")
+    hidden = hidden / (ops.max(hidden) + 1) if extreme == "max" else hidden - ops.min(hidden)
+    hidden = layers.Conv2D(2, 3, strides=4, activation="relu")(hidden)
+    return dp.DPModel(inputs, layers.Dense(1)(layers.GlobalAveragePooling2D()(hidden)))
+
+
+@pytest.mark.parametrize("extreme", ["max", "min"])
+def test_extremes_of_all_pictures_are_refused(extreme):
+    _check(_compiled(_by_extreme(extreme)), _form(32, 32, 3, dtype="uint8"), words="mixes")
+
+
+def test_pictures_over_their_own_extreme_train():
+    inputs = keras.Input((32, 32, 3), dtype="uint8")
+    hidden = ops.cast(inputs, "float32")
+    hidden = hidden / (ops.max(hidden, axis=(1, 2, 3), keepdims=True) + 1)
+    hidden = layers.GlobalAveragePooling2D()(layers.Conv2D(2, 3, strides=4)(hidden))
+    model = _compiled(dp.DPModel(inputs, layers.Dense(1)(hidden)))
+    _check(model, _form(32, 32, 3, dtype="uint8"))
+
+
+def _decibels(bounded, axes):
+    """A made-up spectrogram, which ends 30 dB below the loudest: of all, or of its row."""
+    inputs = keras.Input((64,))
+    power = ops.square(bounded(inputs))
+    level = 10 * ops.log10(ops.maximum(power, 1e-10))
+    level = ops.maximum(level, ops.max(level, axis=axes, keepdims=True) - 30)
+    return _compiled(dp.DPModel(inputs, layers.Dense(1)(layers.Rescaling(1 / 40)(level))))
+
+
+@pytest.mark.parametrize("bounded", [ops.tanh, lambda x: ops.clip(x, -1, 1)], ids=["tanh", "clip"])
+def test_decibels_below_the_loudest_of_all_are_refused(bounded):
+    _check(_decibels(bounded, None), _form(64), words="mixes")
+    _check(_decibels(bounded, 1), _form(64))
+
+
+def test_spectrograms_of_keras_are_refused_by_name():
+    def model(**kwargs):
+        inputs = keras.Input((512,))
+        spectrogram = layers.MelSpectrogram(128, 64, num_mel_bins=8, name="mel", **kwargs)
+        hidden = layers.Flatten()(spectrogram(inputs))
+        return dp.DPModel(inputs, layers.Dense(1)(hidden))
+
+    with pytest.raises(
+        ValueError, match="MelSpectrogram layer 'mel' mixes.*each sound alone.*power_to_db=False"
+    ):
+        _compiled(model())
+    _check(_compiled(model(power_to_db=False)), _form(512))
+
+
+def _labelled(is_there, loss):
+    """A loss of the rows that have a label, over their share: it mixes where one has none."""
+
+    def over_share(y, y_pred):
+        there = ops.cast(is_there(y), "float32")
+        return loss(y, y_pred, there) * there[:, 0] / ops.mean(there)
+
+    return over_share
+
+
+def _crossentropy(y, y_pred, there):
+    y = ops.cast(ops.cast(y, "float32") * there, "int32")[:, 0]
+    return ops.sparse_categorical_crossentropy(ops.clip(y, 0, 2), y_pred, from_logits=True)
+
+
+def _squares(y, y_pred, there):
+    y = ops.where(ops.isnan(y), 0.0, y)
+    return ops.mean(ops.square((y - y_pred) * there), axis=-1)
+
+
+UNLABELLED = {
+    "-1": ("int32", _labelled(lambda y: y >= 0, _crossentropy)),
+    "255": ("uint8", _labelled(lambda y: y != 255, _crossentropy)),
+    "the number of classes": ("int32", _labelled(lambda y: y != 3, _crossentropy)),
+    "-999": ("float32", _labelled(lambda y: y > -900, _squares)),
+    "nan": ("float32", _labelled(lambda y: ops.logical_not(ops.isnan(y)), _squares)),
+    "hinge": ("int32", "hinge"),
+    "squared hinge": ("int32", "squared_hinge"),
+}
+
+
+@pytest.mark.parametrize("case", UNLABELLED)
+def test_losses_over_the_share_of_labelled_rows_are_refused(case):
+    dtype, loss = UNLABELLED[case]
+    inputs = keras.Input((2,))
+    units = 1 if isinstance(loss, str) or dtype == "float32" else 3
+    model = _compiled(dp.DPModel(inputs, layers.Dense(units)(inputs)), loss)
+    _check(model, _form(2), _form(1, dtype=dtype), "The loss mixes")
+
+
+@pytest.mark.parametrize("mark", [-1, 255, 3])
+def test_rows_without_a_label_train(mark):
+    inputs = keras.Input((2,))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=mark)
+    model = _compiled(dp.DPModel(inputs, layers.Dense(3)(inputs)), loss)
+    _check(model, _form(2), _form(dtype="int32"))
+
+
+# Gradients, behind code of others in layers of Keras.
+
+
+def _equalized(h):
+    """The same values; gradients are divided by how large the features of the batch are."""
+    s = 1 / ops.stop_gradient(ops.mean(ops.abs(h), axis=0, keepdims=True) + 1e-3)
+    return h * s + ops.stop_gradient(h - h * s)
+
+
+@pytest.mark.parametrize("where", ["operations", "activation", "inner model"])
+def test_gradients_that_mix_under_equal_values_are_refused(where):
+    inputs = keras.Input((8,))
+    if where == "activation":
+        hidden = layers.Dense(4, activation=_equalized)(inputs)
+    else:
+        hidden = _equalized(layers.Dense(4)(inputs))
+    if where == "inner model":
+        hidden = keras.Model(inputs, hidden)(outer := keras.Input((8,)))
+        inputs = outer
+    model = _compiled(dp.DPModel(inputs, layers.Dense(1)(layers.ReLU()(hidden))))
+    _check(model, _form(8), words="in its gradient, mixes")

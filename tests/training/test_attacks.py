@@ -347,3 +347,39 @@ def test_a_ledger_that_was_exchanged_is_heard_of_still(tmp_path):
     model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
     assert [segment.steps for segment in model.ledger.segments] == [1, N // B]
     assert [segment.steps for segment in dp.accounting.Ledger.read(path).segments] == [1, N // B]
+
+
+def _with_dropout(**kwargs):
+    keras.utils.set_random_seed(1)  # as in a published notebook
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dropout(0.5, seed=7)(keras.layers.Dense(64)(inputs))
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(hidden))
+    optimizer = dp.optimizers.DPSGD(
+        0.1, clip_norm=1.0, noise_multiplier=1e-6, batch_size=N, **kwargs
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+def _after_a_step(**kwargs):
+    model = _with_dropout(**kwargs)
+    batches = dp.data.poisson_batches((X, Y), N, 1)  # all of them
+    model.fit(batches, verbose=0)
+    return np.concatenate([np.ravel(w) for w in model.get_weights()])
+
+
+def test_nobody_knows_which_place_in_a_batch_has_which_dropout():
+    """With masks that are known by place, one example that is gone moves the sum by 15 C."""
+    one, other = _after_a_step(), _after_a_step()
+    assert np.abs(one - other).max() > 1e-3
+    one, other = _after_a_step(seed=5), _after_a_step(seed=5)  # whose noise is known, too
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_each_fit_draws_the_seeds_of_layers_anew():
+    model, found = _with_dropout(), []
+    (dropout,) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dropout))
+    for _ in range(2):
+        model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0)
+        found.append(np.array(dropout.seed_generator.state)[0])
+    assert len({7, *found}) == 3

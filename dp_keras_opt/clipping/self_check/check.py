@@ -43,13 +43,15 @@ _FEW, _MANY = 3, 18
 #: Where counters of steps are put to see what begins late.
 _STEPS = 10**6
 
-#: (rows, magnitude of floats, whether the changed row is an outlier, style of floats) of the
-#: independence check.
+#: (rows, magnitude of floats, whether the changed row is an outlier, style) of the independence
+#: check.
 _DRAWS = (
     (_FEW, 1.0, False, "real"),
     (_MANY, 1.0, False, "whole"),
     (_MANY, 1.0, True, "real"),
     (_MANY, 1.0, False, "missing"),
+    (_MANY, 1.0, False, "bright"),
+    (_MANY, 1.0, False, "dark"),
     (_MANY, 1e3, False, "real"),
     (_FEW, 1e3, True, "real"),
 )
@@ -103,7 +105,7 @@ def checked_engines(
         away = _elsewhere(model, assignments, weights, before, lambda at: passes.why_not(wide, at))
         _check_lengths(model, passes, synthetic, wide, (before, away), is_random)
         _check_rows(passes, synthetic, batch, wide, (before, away), is_random, most)
-        if not all(map(is_of_libraries, (*layers_of(model), *keras.tree.flatten(model.loss)))):
+        if not _is_of_libraries(model):
             _check_gradients(passes, synthetic, (before, away))
         if is_random:
             _check_loss(model, per_example_loss, passes, wide, before)
@@ -119,6 +121,16 @@ def checked_engines(
         before.shift = 0
         before.put_back()
     return engines._replace(hidden=tuple(assignments.hidden), moving=tuple(assignments.moving))
+
+
+def _is_of_libraries(model):
+    """Whether all that a model runs is code of libraries, which layers put together."""
+    layers = layers_of(model)
+    held = [value for layer in layers for value in vars(layer).values() if callable(value)]
+    operations = [each for layer in layers for each in getattr(layer, "operations", ())]
+    return all(map(is_of_libraries, (*layers, *held, *keras.tree.flatten(model.loss)))) and all(
+        isinstance(each, keras.layers.Layer) for each in operations
+    )
 
 
 def _build(model, forward, batch, rows):
@@ -225,14 +237,17 @@ def _check_rows(passes, synthetic, form, wide, states, is_random, most):
     # Of numbers for which there is a trace; and of one, where the data may have single rows.
     is_open = any(leaf is not None and leaf.shape[0] is None for leaf in tf.nest.flatten(form))
     few = min(_FEW, most)
-    for number, (rows, magnitude, outlier, style) in enumerate(_DRAWS):
+    draws = [(*draw, None) for draw in _DRAWS]
+    draws += [(_MANY, 1.0, False, "real", mark) for mark in synthetic.marks]
+    for number, (rows, magnitude, outlier, style, mark) in enumerate(draws):
         rows = min(rows, most)
         others = [few if rows == most else most] if few < most else []
         copies = [*others, 1] if is_open or not others else others
+        must_be_finite = mark is not None or style in ("missing", "bright", "dark")
         for row, at in zip((0, rows - 1), states, strict=True):
-            drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style)
+            drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style, mark=mark)
             at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both
-            check_independence(passes, *drawn, row, at, alone_in, copies, style == "missing")
+            check_independence(passes, *drawn, row, at, alone_in, copies, must_be_finite)
     states[0].shift = 0
 
 

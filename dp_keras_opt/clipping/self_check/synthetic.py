@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import string
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,9 @@ from dp_keras_opt._keras import layers_of
 from dp_keras_opt.clipping.batch import Batch
 
 #: Numbers of ids to try, besides those that are sizes of something in the model.
-_SIZES = (2, 3, 10, 100, 256, 1_000, 2**16)
+_SIZES = (2, 3, 10, 100, 256, 1_000, 2**15, 2**16)
+#: What stands for a label that is not there, besides numbers of classes.
+_MARKS = (-1, -100, 255, -999, np.nan)
 #: Lengths to try where the data leaves them open, besides such sizes. None of them is a number of
 #: rows of the check.
 _LENGTHS = (2, 4, 6, 7, 8, 9, 12, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
@@ -37,6 +40,8 @@ class Synthetic:
 
     Attributes:
         rows: of the batches with which it is tried what a model takes.
+        marks: values that a target takes in some rows, besides its pools: of labels that are not
+            there.
         length: what stands for the sizes that the form leaves open, besides the number of rows;
             None where it leaves none, or where no length runs.
         reason: why no length runs, None where one does.
@@ -52,6 +57,10 @@ class Synthetic:
         self._structure = (form.x, form.y, form.sample_weight)
         self._leaves = tf.nest.flatten(self._structure)
         self._pools = [_usual(leaf) for leaf in self._leaves]
+        self._of_x, self._of_xy = (
+            len(tf.nest.flatten(self._structure[:number])) for number in (1, 2)
+        )
+        self.marks: dict[float, list[int]] = {}  # and the places of these targets
         self.length: int | None = None
         self.reason: str | None = None
 
@@ -88,6 +97,7 @@ class Synthetic:
         outlier: bool = False,
         wide: bool = True,
         style: str = "real",
+        mark: float | None = None,
     ) -> tuple[Batch, Batch]:
         """Two batches that differ in one row.
 
@@ -95,17 +105,23 @@ class Synthetic:
         whole numbers, as labels and ids in a table of floats are; of the style "missing" some of x
         are NaN. With `outlier` those of the changed row are a million times larger, and its other
         values go from one extreme to the other. Without `wide`, integers are 0 and 1, and strings
-        such as the model need not know.
+        such as the model need not know. Of the style "bright" the changed row of x is of extremes,
+        and the others are of small numbers and zeros; "dark" is the reverse: a row as a whole
+        differs from all others then. With a `mark` of `marks` the targets of the changed row are
+        it.
         """
-
-        of_x = len(tf.nest.flatten(self._structure[0]))
 
         def two(leaf, pools, place):
             if leaf is None:
                 return None, None
-            floats = "real" if style == "missing" and place >= of_x else style
+            floats = style if place < self._of_x or style == "whole" else "real"
             shape, one = self._shape(leaf, rows), slice(row, row + 1)
-            if pools is None:
+            if floats in ("bright", "dark") and leaf.dtype != tf.string:
+                dark, bright = _dark_and_bright(random, pools, shape, leaf.dtype)
+                values, others = (dark, bright) if floats == "bright" else (bright, dark)
+                changed = values.copy()
+                changed[one] = others[one]
+            elif pools is None:
                 values = _floats(random, shape, leaf.dtype, magnitude, floats)
                 changed = values.copy()
                 changed[one] = _floats(random, (1, *shape[1:]), leaf.dtype, magnitude, floats)
@@ -122,6 +138,8 @@ class Synthetic:
                 low, high = _extremes(pools)
                 values[one] = np.where(same, low, values[one])
                 changed[one] = np.where(same, high, changed[one])
+            if mark is not None and place in self.marks[mark]:
+                changed[one] = mark
             return _tensor(values, leaf), _tensor(changed, leaf)
 
         places = range(len(self._leaves))
@@ -147,7 +165,7 @@ class Synthetic:
         words = [pool for pool in vocabularies if isinstance(pool[0], str)]
         numbers = [pool for pool in vocabularies if not isinstance(pool[0], str)]
         starts = [np.array([""], object), *words], [range(1), range(1, 2), *numbers]
-        of_x = len(tf.nest.flatten(self._structure[0]))
+        of_x = self._of_x
         for start in itertools.product(*starts):
             self._pools = [
                 _first(leaf, start if place < of_x else (range(1),))
@@ -167,7 +185,7 @@ class Synthetic:
         usual = self._pools.copy()
         outputs = tf.nest.flatten(model(self._trial().x, training=False))
         widths = sorted({2} | {t.shape[-1] for t in outputs if t.shape.rank and t.shape[-1] > 1})
-        of_x = len(tf.nest.flatten(self._structure[0]))
+        of_x = self._of_x
         for place, leaf in enumerate(self._leaves):
             if self._pools[place] is None or leaf.dtype.is_bool:
                 continue
@@ -188,22 +206,39 @@ class Synthetic:
             self._pools[place] = [*ranges, *filter(takes, others)] or self._pools[place]
         if why_not(self._trial()) is not None:
             self._pools = usual
+        for mark in (*_MARKS, *widths):
+            places = [
+                place
+                for place in range(of_x, self._of_xy)
+                if _takes_mark(self._leaves[place], self._pools[place], mark)
+                and why_not(self._trial(marked=(place, mark))) is None
+            ]
+            if places:
+                self.marks[mark] = places
 
-    def _trial(self, pools=None):
-        """Rows with the extremes of each pool, and what lies between them."""
+    def _trial(self, pools=None, marked=(None, None)):
+        """Rows with the extremes of each pool, and what lies between them.
+
+        `marked`: (the place of a target, what that is in the last row), if any.
+        """
         random = np.random.default_rng(0)
 
-        def tensor(leaf, pools):
+        def tensor(leaf, pools, place):
             if leaf is None:
                 return None
             shape = self._shape(leaf, self.rows)
             if pools is None:
-                return _tensor(_floats(random, shape, leaf.dtype, 1.0), leaf)
-            values = [*_extremes(pools), *_drawn(random, pools, (32,))]
-            dtype = object if leaf.dtype == tf.string else np.int64
-            return _tensor(np.resize(np.array(values, dtype), shape), leaf)
+                values = _floats(random, shape, leaf.dtype, 1.0)
+            else:
+                values = [*_extremes(pools), *_drawn(random, pools, (32,))]
+                dtype = object if leaf.dtype == tf.string else np.int64
+                values = np.resize(np.array(values, dtype), shape)
+            if place == marked[0]:
+                values[-1] = marked[1]
+            return _tensor(values, leaf)
 
-        return self._batch(map(tensor, self._leaves, pools or self._pools))
+        places = range(len(self._leaves))
+        return self._batch(map(tensor, self._leaves, pools or self._pools, places))
 
     def _shape(self, leaf, rows):
         return (rows, *((self.length or 2) if size is None else size for size in leaf.shape[1:]))
@@ -285,6 +320,27 @@ def _fits(leaf, pool):
     if leaf.dtype == tf.string or not leaf.dtype.is_integer:
         return leaf.dtype == tf.string and isinstance(pool[0], str)
     return not isinstance(pool[0], str) and leaf.dtype.min <= pool[0] <= pool[-1] <= leaf.dtype.max
+
+
+def _takes_mark(leaf, pools, mark):
+    """Whether a target can be this mark, which it is not among other values."""
+    if leaf is None or leaf.dtype == tf.string or leaf.dtype.is_bool:
+        return False
+    if pools is None:  # floats are whole numbers in other draws
+        return leaf.dtype.is_floating and (mark != mark or mark < -100)
+    whole = mark == mark and leaf.dtype.min <= mark <= leaf.dtype.max
+    return whole and not any(mark in pool for pool in pools)
+
+
+def _dark_and_bright(random, pools, shape, dtype):
+    """Small numbers, the second half of each row zeros; and extremes, of one kind or of both."""
+    if pools is not None:
+        low, high = _extremes(pools)
+        return _drawn(random, pools[:1], shape), np.full(shape, high)
+    dark = random.uniform(-0.01, 0.01, (shape[0], math.prod(shape[1:])))
+    dark[:, dark.shape[1] // 2 + 1 :] = 0
+    bright = random.choice([-1.0, 1.0], shape)
+    return tuple(each.reshape(shape).astype(dtype.as_numpy_dtype) for each in (dark, bright))
 
 
 def _extremes(pools):
