@@ -238,6 +238,7 @@ def test_the_budget_holds_over_several_fits_and_for_single_steps():
     _assert_steps(model, 2)
     model.fit(_batches(2), verbose=0)  # it stays on the model
     _assert_steps(model, 4)
+    model.sampling = _batches(2).sampling
     model.train_on_batch(X, Y)
     before = model.get_weights()
     with pytest.raises(dp.PrivacyBudgetError, match="exceed the privacy budget ε = "):

@@ -125,11 +125,13 @@ def test_weights_without_their_ledger_are_a_change(tmp_path):
 def test_after_train_on_batch_nothing_is_known():
     private = _model()
     _fit(private)
+    private.sampling = dp.accounting.Sampling.poisson(len(X), B)
     private.train_on_batch(X[:B], Y[:B])
     _move(private)
     assert not _is_changed(private)
     _fit(private)
     _move(private)
+    private.sampling = dp.accounting.Sampling.poisson(len(X), B)
     private.train_on_batch(X[:B], Y[:B])
     assert _is_changed(private)
 
