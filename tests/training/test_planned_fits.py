@@ -190,6 +190,7 @@ def test_train_on_batch_has_no_plan():
         model.train_on_batch(X[:B], Y[:B])
     assert model.ledger.segments[0].planned is None
     model.fit(_batches(), verbose=0)
+    model.sampling = POISSON
     model.train_on_batch(X[:B], Y[:B])
     _guarantees(model, 3 + STEPS + 1)
 
