@@ -820,7 +820,7 @@ def _regression():
     return dp.DPModel(inputs, layers.Dense(1)(layers.Dense(3, "tanh")(inputs)))
 
 
-class _Sampling(layers.Layer):
+class _SlightlyRandom(layers.Layer):
     """Draws random numbers in inference, too."""
 
     def __init__(self):
@@ -833,7 +833,7 @@ class _Sampling(layers.Layer):
 
 def _sampled():
     inputs = keras.Input((4,))
-    return dp.DPModel(inputs, layers.Dense(1)(_Sampling()(layers.Dense(3)(inputs))))
+    return dp.DPModel(inputs, layers.Dense(1)(_SlightlyRandom()(layers.Dense(3)(inputs))))
 
 
 def _squares(targets, outputs):
@@ -1080,22 +1080,22 @@ def _labelled(is_there, loss):
     return over_share
 
 
-def _crossentropy(y, y_pred, there):
+def _crossentropy_of_labelled(y, y_pred, there):
     y = ops.cast(ops.cast(y, "float32") * there, "int32")[:, 0]
     return ops.sparse_categorical_crossentropy(ops.clip(y, 0, 2), y_pred, from_logits=True)
 
 
-def _squares(y, y_pred, there):
+def _squares_of_labelled(y, y_pred, there):
     y = ops.where(ops.isnan(y), 0.0, y)
     return ops.mean(ops.square((y - y_pred) * there), axis=-1)
 
 
 UNLABELLED = {
-    "-1": ("int32", _labelled(lambda y: y >= 0, _crossentropy)),
-    "255": ("uint8", _labelled(lambda y: y != 255, _crossentropy)),
-    "the number of classes": ("int32", _labelled(lambda y: y != 3, _crossentropy)),
-    "-999": ("float32", _labelled(lambda y: y > -900, _squares)),
-    "nan": ("float32", _labelled(lambda y: ops.logical_not(ops.isnan(y)), _squares)),
+    "-1": ("int32", _labelled(lambda y: y >= 0, _crossentropy_of_labelled)),
+    "255": ("uint8", _labelled(lambda y: y != 255, _crossentropy_of_labelled)),
+    "the number of classes": ("int32", _labelled(lambda y: y != 3, _crossentropy_of_labelled)),
+    "-999": ("float32", _labelled(lambda y: y > -900, _squares_of_labelled)),
+    "nan": ("float32", _labelled(lambda y: ops.logical_not(ops.isnan(y)), _squares_of_labelled)),
     "hinge": ("int32", "hinge"),
     "squared hinge": ("int32", "squared_hinge"),
 }

@@ -243,7 +243,7 @@ def _check_rows(passes, synthetic, form, wide, states, is_random, most):
         rows = min(rows, most)
         others = [few if rows == most else most] if few < most else []
         copies = [*others, 1] if is_open or not others else others
-        must_be_finite = mark is not None or style in ("missing", "bright", "dark")
+        must_be_finite = mark is not None or style not in ("real", "whole")
         for row, at in zip((0, rows - 1), states, strict=True):
             drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style, mark=mark)
             at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both

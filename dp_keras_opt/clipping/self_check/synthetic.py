@@ -165,10 +165,9 @@ class Synthetic:
         words = [pool for pool in vocabularies if isinstance(pool[0], str)]
         numbers = [pool for pool in vocabularies if not isinstance(pool[0], str)]
         starts = [np.array([""], object), *words], [range(1), range(1, 2), *numbers]
-        of_x = self._of_x
         for start in itertools.product(*starts):
             self._pools = [
-                _first(leaf, start if place < of_x else (range(1),))
+                _first(leaf, start if place < self._of_x else (range(1),))
                 for place, leaf in enumerate(self._leaves)
             ]
             for self.length in lengths if is_open else (None,):
@@ -185,7 +184,6 @@ class Synthetic:
         usual = self._pools.copy()
         outputs = tf.nest.flatten(model(self._trial().x, training=False))
         widths = sorted({2} | {t.shape[-1] for t in outputs if t.shape.rank and t.shape[-1] > 1})
-        of_x = self._of_x
         for place, leaf in enumerate(self._leaves):
             if self._pools[place] is None or leaf.dtype.is_bool:
                 continue
@@ -197,7 +195,7 @@ class Synthetic:
             if leaf.dtype == tf.string:
                 others = [*_STRINGS, *vocabularies, *map(_sentences, vocabularies)]
                 ranges = []
-            elif place < of_x:
+            elif place < self._of_x:
                 others = [range(-1, 0), *vocabularies]
                 ranges = _longest(takes, [range(size) for size in sizes])
             else:
@@ -209,7 +207,7 @@ class Synthetic:
         for mark in (*_MARKS, *widths):
             places = [
                 place
-                for place in range(of_x, self._of_xy)
+                for place in range(self._of_x, self._of_xy)
                 if _takes_mark(self._leaves[place], self._pools[place], mark)
                 and why_not(self._trial(marked=(place, mark))) is None
             ]
@@ -327,9 +325,9 @@ def _takes_mark(leaf, pools, mark):
     if leaf is None or leaf.dtype == tf.string or leaf.dtype.is_bool:
         return False
     if pools is None:  # floats are whole numbers in other draws
-        return leaf.dtype.is_floating and (mark != mark or mark < -100)
-    whole = mark == mark and leaf.dtype.min <= mark <= leaf.dtype.max
-    return whole and not any(mark in pool for pool in pools)
+        return leaf.dtype.is_floating and (math.isnan(mark) or mark < -100)
+    fits = not math.isnan(mark) and leaf.dtype.min <= mark <= leaf.dtype.max
+    return fits and not any(mark in pool for pool in pools)
 
 
 def _dark_and_bright(random, pools, shape, dtype):
