@@ -6,7 +6,7 @@ import keras
 
 from dp_keras_opt import _keras
 from dp_keras_opt._keras import Functional
-from dp_keras_opt.model import DPFunctional, DPModel, warn_of_export
+from dp_keras_opt.model import DPFunctional, DPModel, as_published, warn_of_export
 
 
 def make_private(model: keras.Model) -> DPModel:
@@ -56,7 +56,8 @@ def _tie(model, private):
 
     def export(filepath, *args, **kwargs):
         warn_of_export(private)
-        kind.export(model, filepath, *args, **kwargs)
+        with as_published(private):
+            kind.export(model, filepath, *args, **kwargs)
 
     def reduce():  # of `copy` and `pickle`
         return private.__reduce__() if private.ledger.steps else kind.__reduce__(model)

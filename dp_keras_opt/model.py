@@ -409,7 +409,10 @@ class DPModel(keras.Model):
             guard.check_beginning(at_once)
         guard.history.let_move(self.weights)
         try:
-            with guard.fitting(self, planned, taken.pass_length) as progress:
+            with (
+                guard.seeds.around_training(),
+                guard.fitting(self, planned, taken.pass_length) as progress,
+            ):
                 if not guard.affords(at_once):
                     call.epochs = initial_epoch  # no epoch at all, not an empty one
                 with workers.worker_lost(self.distribute_strategy), failures.as_raised():
@@ -474,7 +477,8 @@ class DPModel(keras.Model):
         self._guard.history.let_move(self.weights)
         self._step.given = None if class_weight else (x, y, sample_weight)
         try:
-            return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+            with self._guard.seeds.around_training():
+                return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
         finally:
             self._step.given = None
 
@@ -727,7 +731,8 @@ class DPModel(keras.Model):
         `serving.export` writes a SavedModel with it, and of inference alone.
         """
         warn_of_export(self)
-        super().export(filepath, *args, **kwargs)
+        with as_published(self):
+            super().export(filepath, *args, **kwargs)
 
     def _saved_ledger(self) -> str:
         """The ledger as text, with checksums of the weights, as it is saved beside them."""
@@ -803,6 +808,11 @@ def _objective_of(model, loss, loss_weights):
 def _product(epochs, steps):
     """epochs · steps, 0 for no epochs of infinitely many steps."""
     return epochs * steps if epochs else 0
+
+
+def as_published(private: DPModel) -> contextlib.AbstractContextManager[None]:
+    """Around the writing of a SavedModel, which holds the seeds of layers: without secret ones."""
+    return private._guard.seeds.hidden()
 
 
 def warn_of_export(private):

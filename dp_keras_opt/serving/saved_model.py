@@ -9,7 +9,7 @@ import keras
 
 from dp_keras_opt import files
 from dp_keras_opt.clipping.graphs import PYTHON
-from dp_keras_opt.model import DPModel
+from dp_keras_opt.model import DPModel, as_published
 from dp_keras_opt.serving import card as cards
 from dp_keras_opt.serving import comparison, signature
 from dp_keras_opt.types import Path
@@ -95,7 +95,7 @@ def export(
     if getattr(report, "model", model) is not model:
         raise ValueError("The report is that of another model; pass the one of this training.")
     inputs = signature.inputs(model, public_inputs)
-    with files.new_folder(path, _CONTENT) as folder:
+    with files.new_folder(path, _CONTENT) as folder, as_published(model):
         outputs = _write(model, folder, inputs)
         comparison.check(model, folder, inputs, public_inputs)
         (folder / STATEMENT).parent.mkdir(exist_ok=True)

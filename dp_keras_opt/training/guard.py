@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt import workers
@@ -21,9 +20,9 @@ from dp_keras_opt.accounting.budget import Budget
 from dp_keras_opt.accounting.privacy_filters import check_held
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.segment import conditions_of, stated
-from dp_keras_opt.clipping import state_changes
 from dp_keras_opt.noise import entropy
 from dp_keras_opt.training import saved_run
+from dp_keras_opt.training.secret_seeds import SecretSeeds
 from dp_keras_opt.training.weight_history import WeightHistory
 
 #: So many clip norms of the steps to come are looked at when a `fit` begins, in about a second.
@@ -75,6 +74,7 @@ class PrivacyGuard:
         is_stepping: whether the train function runs, with its steps in the ledger.
         progress: of the `fit` that runs, None outside of one.
         history: what else the weights have cost.
+        seeds: of the layers, while it trains.
     """
 
     def __init__(self) -> None:
@@ -86,6 +86,7 @@ class PrivacyGuard:
         self.is_stepping = False
         self.progress: FitProgress | None = None
         self.history = WeightHistory()
+        self.seeds = SecretSeeds()
         self._ledger = Ledger()
         self._exchanged: list[Ledger] = []  # those that were the model's before
         self._is_of_fit = False  # whether the sampling is that of the data of a `fit`
@@ -189,7 +190,8 @@ class PrivacyGuard:
                     "the compiled training step would not notice. Call compile."
                 )
             optimizer.noise_source.renew_after_fork()
-            check(iterator)
+            check(iterator)  # builds what is not built
+            self.seeds.draw(model)
             before = steps_taken(optimizer)  # each reading costs a small model some of its time
             reserved = self._enter(model, steps, before)
             if not reserved:
@@ -353,8 +355,6 @@ class PrivacyGuard:
             if optimizer.noise.is_correlated:
                 optimizer.noise_source.memory.reset()  # a segment is a run of its own
             self.run = run
-        if optimizer.seed is None:
-            _seed_layers(model)
         if self.progress is not None:
             self._enter_plan()
 
@@ -503,22 +503,6 @@ class PrivacyGuard:
                 "exceeded.",
                 stacklevel=5,  # the caller of `fit`: a context manager lies between
             )
-
-
-def _seed_layers(model):
-    """Makes the random numbers of layers as unpredictable as the noise.
-
-    Dropout draws for each place in a batch. Where one example is not there, others are in its place
-    and so on: only to somebody who cannot know what was drawn for which place are these alike.
-    """
-    states = state_changes.seeds(model)
-    if not states:
-        return
-    sizes = [math.prod(state.shape) * 4 for state in states]
-    drawn = workers.of_chief(secrets.token_bytes(sum(sizes)), model.distribute_strategy)
-    for state, size in zip(states, sizes, strict=True):
-        now, drawn = drawn[:size], drawn[size:]
-        state.assign(np.frombuffer(now, "uint32").reshape(state.shape) >> 1)  # of any integer type
 
 
 def steps_taken(optimizer: Any) -> int:

@@ -1,6 +1,7 @@
 """Ways to train that once spent more than the ledger said, or whose noise was not as accounted."""
 
 import os
+import warnings
 
 import keras
 import numpy as np
@@ -376,10 +377,92 @@ def test_nobody_knows_which_place_in_a_batch_has_which_dropout():
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_each_fit_draws_the_seeds_of_layers_anew():
+def test_each_training_draws_the_seeds_of_layers_anew_and_leaves_those_that_were_given():
+    """An exported model has the seeds that are there, with the count of steps: not the secret."""
     model, found = _with_dropout(), []
     (dropout,) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dropout))
+
+    def state():
+        return np.array(dropout.seed_generator.state).tolist()
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            found.append(state()[0])
+
+    given = state()
     for _ in range(2):
-        model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0)
-        found.append(np.array(dropout.seed_generator.state)[0])
+        model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0, callbacks=[Looks()])
+        assert state() == given
     assert len({7, *found}) == 3
+    model.sampling = dp.accounting.Sampling.full(N)
+    before = model.get_weights()
+    model.train_on_batch(X, Y)
+    assert state() == given
+    assert not np.array_equal(before[0], model.get_weights()[0])
+
+
+@pytest.mark.parametrize("way", ["export", "the original's", "serving"])
+def test_what_is_exported_while_it_trains_does_not_hold_the_secret_seeds(tmp_path, way):
+    model = _with_dropout()
+    optimizer = model.optimizer
+    original = keras.Model(model.inputs, model.outputs)
+    if way == "the original's":
+        model = dp.make_private(original)
+        model.compile(optimizer, "mse")
+    report = dp.callbacks.PrivacyReport(delta=1e-5)
+    (dropout,) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dropout))
+    states = []
+
+    class Exports(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            states.append(np.array(dropout.seed_generator.state).tolist())
+            if way == "serving":
+                dp.serving.export(model, tmp_path, report)
+            else:
+                (original if way == "the original's" else model).export(tmp_path, verbose=False)
+            states.append(np.array(dropout.seed_generator.state).tolist())
+
+    given = np.array(dropout.seed_generator.state).tolist()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The model was trained privately")
+        model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0, callbacks=[report, Exports()])
+    assert states[0] == states[1] != given
+    file = str(tmp_path / "variables" / "variables")
+    written = [tf.train.load_variable(file, name) for name, _ in tf.train.list_variables(file)]
+    seeds = [
+        each.tolist() for each in written if isinstance(each, np.ndarray) and each.shape == (2,)
+    ]
+    assert seeds == [given]
+
+
+class DropsInParts(keras.layers.Layer):
+    """Makes its dropout when it is built, as the attention of Keras does."""
+
+    def build(self, shape):
+        self.dropout = keras.layers.Dropout(0.5, seed=7)
+
+    def call(self, x, training=None):
+        return self.dropout(x, training=training)
+
+
+class BuiltLate(dp.DPModel):
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(64), DropsInParts(), keras.layers.Dense(1)]
+
+    def call(self, x, training=None):
+        first, second, third = self.parts
+        return third(second(first(x), training=training))
+
+
+def test_seeds_that_come_with_the_first_step_are_secret_too():
+    model, found = BuiltLate(), []
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N)
+    model.compile(optimizer, "mse")
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: found.append(
+            np.array(model.parts[1].dropout.seed_generator.state)[0]
+        )
+    )
+    model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0, callbacks=[look])
+    assert found != [7]
