@@ -18,7 +18,7 @@ from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.groups import group_epsilon
 from dp_keras_opt.accounting.privacy_filters import FilterBudget, is_lost, kept_filter
 from dp_keras_opt.accounting.risk import Risk, of_guarantee, risk_of, whom
-from dp_keras_opt.accounting.segment import CONDITIONS, TRAINING
+from dp_keras_opt.accounting.segment import CONDITIONS, TRAINING, conditions
 from dp_keras_opt.checks import whole_number
 
 _NEIGHBOURS = {
@@ -137,11 +137,6 @@ def claims(ledger, delta, accountant="auto"):
     """The `Claim`s that `statement` puts into words; none where no step was taken."""
     segments = [segment for segment in ledger.segments if segment.steps]
     return [_claim(group, delta, accountant) for group in composable(segments)]
-
-
-def conditions(segments):
-    """The names of the `CONDITIONS` of any of these segments, in their order."""
-    return [name for name in CONDITIONS if any(name in each.conditions for each in segments)]
 
 
 def not_covered(found):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from dp_keras_opt.accounting import accountant as accountants
 from dp_keras_opt.accounting.early_stops import is_unknown, scenarios
 from dp_keras_opt.accounting.privacy_filters import is_lost, kept_filter
-from dp_keras_opt.accounting.segment import TRAINING
+from dp_keras_opt.accounting.segment import CONDITIONS, TRAINING, conditions
 from dp_keras_opt.accounting.trade_off import TradeOff, of_losses, of_pairs
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.types import Accountant
@@ -64,6 +64,8 @@ class Risk:
         is_heuristic: whether the sampling is accounted for by a heuristic, without proof.
         is_open: whether results may have stopped the training, and its plan is not known.
         data_set: which data the unit is in.
+        conditions: what the bounds rest on besides, such as a seed that nobody knows; see
+            `Ledger.begin`.
     """
 
     curves: tuple[TradeOff, ...] = dataclasses.field(repr=False)
@@ -73,6 +75,7 @@ class Risk:
     is_heuristic: bool = False
     is_open: bool = False
     data_set: str = TRAINING
+    conditions: tuple[str, ...] = ()
 
     def true_positive_rate(self, false_positive_rate: npt.ArrayLike) -> Any:
         """The highest share of members that an attack finds, where it takes so many others for one.
@@ -163,6 +166,7 @@ class Risk:
             "unit": self.unit,
             "adjacency": self.adjacency,
             "proven": not self.is_heuristic,
+            "conditions": list(self.conditions),
             "sentence": self.sentence,
             "membership_advantage": self.advantage,
             "true_positive_rate": {str(rate): self.true_positive_rate(rate) for rate in RATES},
@@ -193,7 +197,7 @@ class Risk:
         ]  # fmt: skip
         width = max(len(name) for name, _ in rows)
         lines = [self.sentence, "", *(f"{name:<{width}}  {value}" for name, value in rows)]
-        return "\n".join([*lines, "", *self.remarks])
+        return "\n".join([*lines, "", *self.remarks, *map(CONDITIONS.__getitem__, self.conditions)])
 
     @property
     def remarks(self) -> list[str]:
@@ -250,12 +254,13 @@ def risk_of(segments: Sequence[Any], accountant: Accountant = "auto") -> Risk:
 
 
 def whom(segments: Sequence[Any]) -> dict[str, Any]:
-    """Whom a `Risk` of segments that compose is about: unit, adjacency and data set."""
+    """Whom a `Risk` of segments that compose is about, and on which conditions."""
     first = segments[0]
     return {
         "unit": first.sampling.unit,
         "adjacency": first.sampling.adjacency,
         "data_set": first.data_set,
+        "conditions": tuple(conditions(segments)),
     }
 
 

@@ -45,6 +45,11 @@ def conditions_of(optimizer, sampling):
     return tuple(name for name, each in zip(CONDITIONS, holds, strict=True) if each)
 
 
+def conditions(segments):
+    """The names of the `CONDITIONS` of any of these segments, in their order."""
+    return [name for name in CONDITIONS if any(name in each.conditions for each in segments)]
+
+
 def stated(clip_norm):
     """A clip norm as ledgers keep it: a number, or a schedule in words."""
     if clip_norm is None:

@@ -24,7 +24,8 @@ import tensorflow as tf
 
 from dp_keras_opt import checksums
 from dp_keras_opt._keras import layers_of
-from dp_keras_opt.accounting.privacy_statement import claims, conditions, not_covered, rounded_up
+from dp_keras_opt.accounting.privacy_statement import claims, not_covered, rounded_up
+from dp_keras_opt.accounting.segment import conditions
 from dp_keras_opt.statistics.private_data import Estimate
 from dp_keras_opt.version import __version__
 

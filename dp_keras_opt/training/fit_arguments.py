@@ -131,6 +131,25 @@ def _has_weights(dataset):
     return isinstance(spec, tuple) and len(spec) == 3
 
 
+def check_workers(dataset):
+    """Refuses a `PyDataset` that may move examples while its workers read the next epoch.
+
+    Keras starts them first, and then calls `on_epoch_begin`: batches of before would come again.
+    """
+    if not isinstance(dataset, keras.utils.PyDataset):
+        return
+    reads_ahead = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
+    if reads_ahead and type(dataset).on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin:
+        raise ValueError(
+            f"{type(dataset).__name__} has an on_epoch_begin, and workers={dataset.workers}, "
+            f"use_multiprocessing={dataset.use_multiprocessing}: Keras starts the workers before "
+            "it calls on_epoch_begin, so that the first batches of an epoch may be those of the "
+            "order before, and an example come more often than is accounted. Draw or shuffle in "
+            "on_epoch_end (and in __init__, for the first epoch), or pass workers=1 and "
+            "use_multiprocessing=False."
+        )
+
+
 def check_steps(batches, steps_per_epoch, endless=False):
     """Refuses passes over the data that are not the periods accounted for.
 

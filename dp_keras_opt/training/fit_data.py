@@ -71,6 +71,7 @@ def take(call: FitArguments, model: Any) -> Taken:
     batches = _checked(call.x, model)
     data.check_rows(batches)
     fit_arguments.check_beside(batches, call)
+    fit_arguments.check_workers(batches.dataset)
     call.x, call.shuffle = data.for_keras(batches.dataset), False
     fit_arguments.check_steps(batches, call.steps_per_epoch, endless=is_replicated)  # `distributed`
     call.steps_per_epoch = call.steps_per_epoch or batches.steps_per_epoch

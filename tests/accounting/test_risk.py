@@ -206,6 +206,25 @@ def test_a_heuristic_is_called_one():
 
 
 @pytest.mark.parametrize(
+    "condition, words",
+    [
+        ("noise seed", "NO DIFFERENTIAL PRIVACY"),
+        ("batch seed", "sampling amplifies nothing"),
+        ("stated sampling", "Epsilon rests on their word"),
+    ],
+)
+def test_what_the_bounds_rest_on_is_said(condition, words):
+    spent = ledger(1.0)
+    assert not spent.risk().conditions and words not in str(spent.risk())
+    spent.begin(spent.segments[0].releases, spent.segments[0].sampling, conditions=[condition])
+    spent.reserve(1)
+    risk = spent.risk()
+    assert risk.conditions == (condition,) and words in str(risk)
+    assert risk.to_dict()["conditions"] == [condition]
+    assert spent.statement(1e-5).count(words) == 1
+
+
+@pytest.mark.parametrize(
     "ask",
     [
         lambda risk: risk.true_positive_rate(1.1),

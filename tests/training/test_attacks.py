@@ -298,6 +298,42 @@ def test_a_pydataset_in_whole_passes():
     assert model.ledger.steps == 4 * N // B
 
 
+class ShufflesAtFirst(ShufflesItself):
+    """In the method that Keras calls when an epoch begins, after its workers have started."""
+
+    def __init__(self, **kwargs):
+        keras.utils.PyDataset.__init__(self, **kwargs)
+        self.rng = np.random.default_rng(1)
+        self.on_epoch_begin()
+
+    def on_epoch_begin(self):
+        self.order = self.rng.permutation(N)
+
+    def on_epoch_end(self):
+        pass
+
+
+@pytest.mark.parametrize("ahead", [{"workers": 2}, {"workers": 1, "use_multiprocessing": True}])
+@pytest.mark.parametrize("kind", ["shuffled", "poisson"])
+def test_workers_do_not_read_what_moves(ahead, kind):
+    """With workers=4 and a second for the order, examples came twice in each of four epochs."""
+    sampling = getattr(dp.accounting.Sampling, kind)(N, B)
+    model = _model()
+    with pytest.raises(ValueError, match="Keras starts the workers before"):
+        model.fit(dp.data.assume_sampling(ShufflesAtFirst(**ahead), sampling), verbose=0)
+    assert model.ledger.steps == 0
+
+
+def test_an_order_of_ones_own_beside_workers():
+    shuffled = dp.accounting.Sampling.shuffled(N, B)
+    model = _model()
+    model.fit(dp.data.assume_sampling(ShufflesAtFirst(), shuffled), epochs=2, verbose=0)
+    ahead = ShufflesItself()
+    ahead.workers = 2
+    model.fit(dp.data.assume_sampling(ahead, shuffled), epochs=2, verbose=0)
+    assert model.ledger.steps == 4 * N // B
+
+
 @pytest.mark.parametrize("noise", ["gaussian", "laplace"])
 def test_what_a_fit_knew_of_its_data_says_nothing_of_other_batches(noise):
     """Of the same batch ten times ε was 2.5 where 7 was true: it went on as shuffled epochs."""
