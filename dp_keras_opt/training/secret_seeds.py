@@ -1,4 +1,4 @@
-"""Random numbers of layers that nobody can know, as long as a model trains."""
+"""Random numbers of layers that nobody can know, and that are drawn once, in training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dp_keras_opt import workers
 from dp_keras_opt.clipping import state_changes
@@ -65,6 +66,34 @@ class SecretSeeds:
             own, drawn = drawn[:size], drawn[size:]
             numbers = np.frombuffer(own, "uint32").reshape(state.shape)
             state.assign(numbers >> 1)  # of any integer type
+
+
+class SeedsOfChunks:
+    """Within a step: has layers draw other numbers for each chunk of a batch, on each replica.
+
+    The states count draws. Of a chunk, they would be those of the next step otherwise, and of a
+    replica those of every other.
+    """
+
+    #: Of a replica. More chunks than a step has.
+    _CHUNKS = 2**20
+
+    def __init__(self, model: Any) -> None:
+        self._states = state_changes.seeds(model)
+        self._given = [tf.convert_to_tensor(state) for state in self._states]
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        self._first = tf.cast(replica, tf.int64) * self._CHUNKS
+
+    def begin(self, chunk: Any) -> None:
+        """Before the chunk of this number, 0 for the first of a batch."""
+        for state, given in zip(self._states, self._given, strict=True):
+            place = self._first + tf.cast(chunk, tf.int64)
+            state.assign(given + tf.cast(tf.stack([place, 0]), given.dtype))
+
+    def end(self) -> None:
+        """At the end of the step: the seeds as they were, the counts as they are."""
+        for state, given in zip(self._states, self._given, strict=True):
+            state.assign(tf.stack([given[0], tf.convert_to_tensor(state)[1]]))
 
 
 def _put(states):

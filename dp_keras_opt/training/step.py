@@ -16,6 +16,7 @@ from dp_keras_opt.data import LOST_ROWS
 from dp_keras_opt.training import losses
 from dp_keras_opt.training.batches import as_batch, blocks_of, chunks_of, of_any_length
 from dp_keras_opt.training.engines import CheckedEngines
+from dp_keras_opt.training.secret_seeds import SeedsOfChunks
 
 #: Factor on a float16 loss: a power of two, undone before the norm is taken.
 FLOAT16_LOSS_SCALE = 2.0**7
@@ -185,9 +186,13 @@ def sums_in_chunks(model, state, parts, queries, engines):
         parts: `Batch`es, of one length each. The first has rows, the others may have none.
     """
     limits = _limits(state, parts, engines)
+    seeds = SeedsOfChunks(model)
     (first, limit), *others = zip(parts, limits, strict=True)
     if not others and (limit is None or (first.num_rows is not None and first.num_rows <= limit)):
-        return _sums_of_chunk(model, state, first, queries, engines)
+        seeds.begin(0)
+        sums = _sums_of_chunk(model, state, first, queries, engines)
+        seeds.end()
+        return sums
     # A batch of several lengths is compiled chunk by chunk: the numbers of its rows vary.
     compiled = bool(others and model.jit_compile and not model.run_eagerly)
 
@@ -198,6 +203,7 @@ def sums_in_chunks(model, state, parts, queries, engines):
     # up in float64: what a chunk adds is not to be rounded in units of all others.
     sums = _in(tf.float64, [_zeros(query, model.trainable_variables) for query in queries])
     once = [tf.convert_to_tensor(variable) for variable in engines.moving]
+    before = 0  # so many chunks
     for batch, most in ((first, limit), *others):
         is_static = compiled or batch.num_rows is not None or (not others and most == state.block)
         if most == 1 or (is_static and most):
@@ -210,7 +216,10 @@ def sums_in_chunks(model, state, parts, queries, engines):
             traced = tf.function(sums_of, autograph=False, jit_compile=compiled or None)
             traced = traced.get_concrete_function(*chunk(0))
 
-        def add(index, sums, once, traced=traced, chunk=chunk, is_first=batch is first):
+        def add(
+            index, sums, once, traced=traced, chunk=chunk, is_first=batch is first, before=before
+        ):
+            seeds.begin(before + index)
             more = _in(tf.float64, traced(*chunk(index)))
             sums = tf.nest.map_structure(table_rows.added, sums, more)
             if is_first:
@@ -224,8 +233,10 @@ def sums_in_chunks(model, state, parts, queries, engines):
         start = 0, sums, once
         shapes = tf.nest.map_structure(_any_rows, start)
         _, sums, once = tf.while_loop(is_left, add, start, shape_invariants=shapes)
+        before += count
     for variable, value in zip(engines.moving, once, strict=True):
         variable.assign(value)  # it is saved, and would tell how many rows the batches had
+    seeds.end()
     return _in(tf.float32, sums)
 
 

@@ -779,6 +779,25 @@ def test_layers_that_are_random_in_inference(mixes):
     _check(_compiled(_linear(*stack)), _form(4), words="mixes" if mixes else None)
 
 
+class _ScaledNoise(layers.Layer):
+    """Random in inference, too, which shows only where the scale is no longer 0."""
+
+    def build(self, shape):
+        self.seed_generator = keras.random.SeedGenerator(3)
+        self.scale = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, inputs):
+        noise = keras.random.normal(ops.shape(inputs), seed=self.seed_generator)
+        return inputs + self.scale * noise
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_noise_that_a_weight_of_zero_hides(mixes):
+    """It was said to mix examples."""
+    stack = [_ScaledNoise(), layers.Lambda(_centred)] if mixes else [_ScaledNoise()]
+    _check(_compiled(_linear(*stack)), _form(4), words="mixes" if mixes else None)
+
+
 def test_ctc_trains():
     inputs = keras.Input((6, 3))
     model = _compiled(dp.DPModel(inputs, layers.Dense(5)(inputs)), keras.losses.CTC())

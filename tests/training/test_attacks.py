@@ -1,5 +1,6 @@
 """Ways to train that once spent more than the ledger said, or whose noise was not as accounted."""
 
+import itertools
 import os
 import warnings
 
@@ -172,6 +173,33 @@ def test_blocks_of_a_batch_have_masks_of_their_own():
     model.fit(dp.data.assume_sampling(data, dp.accounting.Sampling.full(2)), verbose=0)
     moved = 1 - model.layers[1].get_weights()[1]  # 2·(kept by the first + by the second)/2
     assert set(np.round(moved).astype(int)) == {0, 1, 2} and 0.4 < np.mean(moved == 1) < 0.6
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_masks_of_a_block_do_not_come_again_in_the_next_step(jit_compile):
+    """They did: of the second block, as those of the first."""
+    inputs = keras.Input((1000,))
+    model = dp.DPModel(inputs, keras.layers.Dropout(0.5, seed=1)(keras.layers.Dense(1000)(inputs)))
+    model.layers[1].set_weights([np.zeros((1000, 1000)), np.zeros(1000)])
+    optimizer = dp.optimizers.DPSGD(1.0, clip_norm=1e9, noise_multiplier=0.0, batch_size=3)
+
+    def loss(y, y_pred):
+        return y[:, 0] * tf.reduce_sum(y_pred, axis=-1)
+
+    model.compile(optimizer, loss, physical_batch_size=1, jit_compile=jit_compile)
+    y = np.array([[1.0], [10.0], [100.0]], "float32")
+    data = tf.data.Dataset.from_tensors((np.zeros((3, 1000), "float32"), y))
+    biases = [np.zeros(1000)]
+    keep = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: biases.append(model.layers[1].get_weights()[1])
+    )
+    batches = dp.data.assume_sampling(data, dp.accounting.Sampling.full(3))
+    model.fit(batches, epochs=3, verbose=0, callbacks=[keep])
+    kept = np.round(-np.diff(biases, axis=0) * 3 / 2).astype(int)  # the sum of them, times y
+    masks = [step // scale % 10 for step in kept for scale in (1, 10, 100)]
+    alike = [np.mean(one == other) for one, other in itertools.combinations(masks, 2)]
+    assert set(np.concatenate(masks)) == {0, 1}
+    assert min(alike) > 0.4 and max(alike) < 0.6  # 36 of them, each 6 standard deviations wide
 
 
 # Ledgers and budgets.

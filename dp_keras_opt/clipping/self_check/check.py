@@ -232,7 +232,7 @@ def _check_rows(passes, synthetic, form, wide, states, is_random, most):
     """Whether rows change with the others."""
     random, alone_in = np.random.default_rng(2), "training"
     if is_random:
-        in_both = is_random_in_inference(passes, wide, states[0])
+        in_both = any(is_random_in_inference(passes, wide, at) for at in states)
         alone_in = None if in_both else "inference"
     # Of numbers for which there is a trace; and of one, where the data may have single rows.
     is_open = any(leaf is not None and leaf.shape[0] is None for leaf in tf.nest.flatten(form))
