@@ -9,7 +9,7 @@
 - others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT),
   geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
   DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
-  text, visits to a doctor, incomes, definitions of nouns, and the record's features of clothes.
+  text, visits to a doctor, incomes, definitions of nouns, and clothes by the record's filters and scattering.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 
@@ -81,15 +81,15 @@ def variant(name, of, make_settings, **space):
 
 
 def features():
-    """Clothes by the features of the record, as many steps of it, linear; accuracy.
+    """Clothes by features of the record, linear, in as many steps as that has; accuracy.
 
-    They are computed once, in half an hour, and kept where records/fashion.py keeps them.
+    By its filters and scattering, which need no network; kept where records/fashion.py keeps them.
     """
     import fashion
 
     folder = pathlib.Path("output/records/fashion")
     folder.mkdir(parents=True, exist_ok=True)
-    (x, y), test = fashion.pictures_as_features("all", folder)
+    (x, y), test = fashion.pictures_as_features("no things, no clothes", folder)
     train, validation = choosing.parts(x, y, [None, fashion.PUBLIC])
     return dp.tuning.Task(
         lambda: fashion.classifier(fashion.FEATURES), train, validation, at_length.LOGITS,
