@@ -383,6 +383,7 @@ class DPModel(keras.Model):
         first, last = (max(number, 0) for number in (initial_epoch, epochs))
         planned = _product(max(last - first, 0), steps_of_epoch)
         self._step.shows_progress = bool(verbose)
+        fit_arguments.refuse_bare_checkpoints(callbacks)
         fit_arguments.warn_of_monitors(callbacks)
         call.callbacks = fit_arguments.reports_first(callbacks)
         budget = fit_arguments.budget_of(callbacks) or guard.budget
@@ -415,19 +416,20 @@ class DPModel(keras.Model):
             ):
                 if not guard.affords(at_once):
                     call.epochs = initial_epoch  # no epoch at all, not an empty one
+                self.history = None  # of an earlier fit, where a CallbackList keeps none
                 with workers.worker_lost(self.distribute_strategy), failures.as_raised():
                     history = super().fit(**vars(call))
+                seen = [] if history is None else history.epoch
                 ran = steps_taken(optimizer) - before
                 # All epochs to the last one, each to its last step or to the end of the data; or
                 # the budget ended them. Whatever else did may have looked at results.
-                to_the_last = call.epochs <= initial_epoch or history.epoch[-1:] == [
-                    call.epochs - 1
-                ]
-                number = len(history.epoch)
+                to_the_last = call.epochs <= initial_epoch or seen[-1:] == [call.epochs - 1]
+                number = len(seen)
                 whole = ran >= number * steps_of_epoch or progress.passes >= number
                 progress.is_finished = progress.out_of_budget or (to_the_last and whole)
                 if not guard.affords(at_once):
-                    length = (history.params or {}).get("steps")  # not of one's own CallbackList
+                    params = getattr(history, "params", None) or {}
+                    length = params.get("steps")  # not of one's own CallbackList
                     guard.warn_of_end(ran, None if length is None else length * (last - first))
             return history
         finally:

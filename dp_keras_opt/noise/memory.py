@@ -13,10 +13,14 @@ class NoiseMemory:
 
     A stream is a release of the optimizer, or a part of one. Each buffer holds past noise of all
     variables, one after another, or what it is drawn from again.
+
+    Attributes:
+        run: the segment of a ledger whose noise it is; None where that is of none.
     """
 
     def __init__(self):
         self._streams = {}
+        self.run = None
 
     def allocate(self, stream, buffers):
         """Makes the buffers of a stream, all of them zeros.
@@ -48,6 +52,7 @@ class NoiseMemory:
 
     def reset(self):
         """Begins all streams anew: another run of the mechanism."""
+        self.run = None
         for steps, buffers in self._streams.values():
             steps.assign(0)
             for buffer in buffers:

@@ -211,6 +211,20 @@ def each(callbacks: Any) -> list[Any]:
     return [] if callbacks is None else [callbacks]
 
 
+def refuse_bare_checkpoints(callbacks: Any) -> None:
+    """Refuses callbacks that write weights without what they have spent.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for callback in each(callbacks):
+        if any(kind.__name__ == "OrbaxCheckpoint" for kind in type(callback).__mro__):
+            raise ValueError(
+                "OrbaxCheckpoint writes the weights without the ledger, and who goes on from them "
+                "would begin at ε = 0. Use ModelCheckpoint or BackupAndRestore, which keep it."
+            )
+
+
 def budget_of(callbacks: Any) -> Budget | None:
     """The `Budget` that one of these callbacks carries, or None.
 

@@ -171,8 +171,8 @@ def _sampling_of_arrays(call, optimizer):
     planned_so = accounted is not None and (
         (accounted.num_examples, accounted.batch_size) == (num_examples, call.batch_size)
     )
-    if isinstance(accounted, Shuffled):
-        return accounted if planned_so else shuffled
+    if isinstance(accounted, Shuffled):  # of as many steps: Keras drops no remainder
+        return accounted if planned_so and accounted.period == shuffled.period else shuffled
     if not call.shuffle:
         return shuffled
     if isinstance(accounted, BallsInBins) and planned_so and accounted.examples_per_unit is None:

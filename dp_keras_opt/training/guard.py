@@ -21,6 +21,7 @@ from dp_keras_opt.accounting.privacy_filters import check_held
 from dp_keras_opt.accounting.sampling import check_sampling
 from dp_keras_opt.accounting.segment import conditions_of, stated
 from dp_keras_opt.noise import entropy
+from dp_keras_opt.noise.schedules import Constant
 from dp_keras_opt.training import saved_run
 from dp_keras_opt.training.secret_seeds import SecretSeeds
 from dp_keras_opt.training.weight_history import WeightHistory
@@ -43,6 +44,8 @@ class FitProgress:
             where that is not known.
         out_of_budget: whether the budget has ended it.
         passes: how often the data came to their end.
+        ran: steps that it has run.
+        counter: the optimizer's, after the last of them.
         is_finished: whether all that was planned ran, or the budget ended it, so that results had
             no say in when it stopped.
     """
@@ -51,6 +54,8 @@ class FitProgress:
     pass_length: int | None = None
     out_of_budget: bool = False
     passes: int = 0
+    ran: int = 0
+    counter: int | None = None
     is_finished: bool = False
 
 
@@ -297,6 +302,13 @@ class PrivacyGuard:
                 )
             if not self.is_fitting and current and current.breaks_off:
                 self._ledger.close()
+        elif self.progress and self.progress.ran and now != self.progress.counter:
+            if self.sampling and self.sampling.batch_sizes:
+                raise ValueError(
+                    f"The optimizer's step counter was set to {now} while fit runs, as by weights "
+                    "that were loaded, but the batches of this pass have the expected sizes from "
+                    f"step {self.progress.counter} on. Load weights when fit has returned."
+                )
         self._passes_begun, self._entered = begun, now
         self._place_next_pass(now)
 
@@ -311,13 +323,17 @@ class PrivacyGuard:
 
         Raises:
             ValueError: it is not known how batches are sampled; earlier steps ran under a privacy
-                filter that is not the budget's, or without the budget's.
+                filter that is not the budget's, or without the budget's; the segment would begin
+                within a pass, where the noise of two steps a pass apart is accounted by passes.
         """
         current, optimizer = self._ledger.current, model.optimizer
         kept = None if self.budget is None else self.budget.filter
+        correlated = optimizer.noise.is_correlated
         if (
             current is not None
             and current.run == self.run
+            # Or the past noise is that of another model, with the same optimizer.
+            and (not correlated or optimizer.noise_source.memory.run == self.run)
             and (
                 (current.releases, current.schedule, current.clip_norm, current.filter)
                 == (optimizer.releases, optimizer.noise_schedule, stated(optimizer.clip_norm), kept)
@@ -340,6 +356,7 @@ class PrivacyGuard:
             self.run = saved_run.go_on(self.resumed, self._ledger, *conditions, model)
             self.resumed = None
         else:
+            self._refuse_within_pass(optimizer)
             run = workers.of_chief(secrets.token_bytes(16), model.distribute_strategy).hex()
             self._ledger.begin(
                 optimizer.releases,
@@ -352,11 +369,28 @@ class PrivacyGuard:
                 filter=kept,
                 conditions=conditions_of(optimizer, self.sampling),
             )
-            if optimizer.noise.is_correlated:
+            if correlated:
                 optimizer.noise_source.memory.reset()  # a segment is a run of its own
             self.run = run
+        optimizer.noise_source.memory.run = self.run
         if self.progress is not None:
             self._enter_plan()
+
+    def _refuse_within_pass(self, optimizer):
+        """Refuses a segment that begins within a pass of a `fit`, where its noise follows the step.
+
+        An example that comes once a pass is accounted by the least noise of each, from where the
+        segment begins.
+        """
+        sampling, progress = self.sampling, self.progress
+        by_passes = sampling.in_passes and not sampling.is_amplified
+        varies = not isinstance(optimizer.noise_schedule, Constant)
+        if by_passes and varies and progress and progress.ran % sampling.period:
+            raise ValueError(
+                f"After {progress.ran} steps of fit the ledger was closed, as by weights that were "
+                f"loaded, within a pass of {sampling.period} steps, by which a noise schedule is "
+                "accounted. Load weights at the end of a pass, or when fit has returned."
+            )
 
     def _settle(self, optimizer, reserved, before):
         """Gives back the reserved steps that did not run, as the optimizer's counter proves.
@@ -376,6 +410,8 @@ class PrivacyGuard:
         self._place_next_pass(now)
         if self.progress is not None:
             self.progress.passes += executed < reserved
+            self.progress.ran += executed
+            self.progress.counter = now
             self.progress.to_run = max(self.progress.to_run - executed, 0)
 
     # What a `fit` is to run.

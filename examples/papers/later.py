@@ -9,7 +9,8 @@
 - others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT),
   geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
   DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
-  text, visits to a doctor, incomes, definitions of nouns, and clothes by the record's filters and scattering.
+  text, visits to a doctor, incomes, definitions of nouns, and clothes by the record's features that
+  need no network.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 
