@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -812,9 +812,24 @@ def _product(epochs, steps):
     return epochs * steps if epochs else 0
 
 
-def as_published(private: DPModel) -> contextlib.AbstractContextManager[None]:
-    """Around the writing of a SavedModel, which holds the seeds of layers: without secret ones."""
-    return private._guard.seeds.hidden()
+@contextlib.contextmanager
+def as_published(private: DPModel) -> Iterator[None]:
+    """Around the writing of a SavedModel, which holds seeds and metrics of layers.
+
+    Without seeds that are secret, and with metrics that have seen nothing: what they saw of the
+    data has no noise.
+    """
+    metrics = [m for layer in _keras.layers_of(private) for m in _keras.own_metrics(layer)]
+    states = [variable for metric in metrics for variable in metric.variables]
+    values = [keras.ops.convert_to_numpy(state) for state in states]
+    with private._guard.seeds.hidden():
+        for metric in metrics:
+            metric.reset_state()
+        try:
+            yield
+        finally:
+            for state, value in zip(states, values, strict=True):
+                state.assign(value)
 
 
 def warn_of_export(private):

@@ -189,6 +189,11 @@ class _Value(NamedTuple):
     resources: frozenset = frozenset()
     from_metric: bool = False
 
+    @property
+    def from_data(self):
+        """Whether it may hold something of examples: a metric was updated from earlier batches."""
+        return self.from_batch or self.from_metric
+
     def join(self, *others):
         """What one of these, or something made of them, may hold."""
         values = (self, *others)
@@ -252,7 +257,7 @@ class _Trace:
         both = _CONSTANT.join(*inputs)
         if both.resources and operation.type not in _READS and "Summary" not in operation.type:
             self._changed |= both.resources
-            if both.from_batch or decided:
+            if both.from_data or decided:
                 for resource in both.resources:
                     self.reached.setdefault(resource, []).append(operation)
         if not inputs:  # a variable or table that is made, or found by its name, in the graph
@@ -271,7 +276,7 @@ class _Trace:
             return self._loop(operation, dict(functions), inputs, decided)
         if operation.type in ("If", "StatelessIf", "Case", "StatelessCase"):
             which, *inputs = inputs
-            results = [self._function(*f, inputs, decided or which.from_batch) for f in functions]
+            results = [self._function(*f, inputs, decided or which.from_data) for f in functions]
             which = which.held
             return [which.join(*outcomes) for outcomes in zip(*results, strict=True)]
         if len(functions) == 1 and len(functions[0][1].inputs) == len(inputs):
@@ -281,7 +286,7 @@ class _Trace:
         both = _CONSTANT.join(*inputs)  # another way of calling: anything may go anywhere
         for name, graph in functions:
             arguments = [both] * len(graph.inputs)
-            both = both.join(*self._function(name, graph, arguments, decided or both.from_batch))
+            both = both.join(*self._function(name, graph, arguments, decided or both.from_data))
         return [both] * len(operation.outputs)
 
     def _loop(self, operation, functions, state, decided):
@@ -291,7 +296,7 @@ class _Trace:
         while state != before:
             before = state
             (goes_on,) = self._function(*condition, state, decided)
-            decided |= goes_on.from_batch
+            decided |= goes_on.from_data
             results = self._function(*body, state, decided)
             goes_on = goes_on.held
             state = [goes_on.join(*values) for values in zip(before, results, strict=True)]

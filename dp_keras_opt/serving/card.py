@@ -35,7 +35,10 @@ _SECRET = "seed"
 _LONGEST = 100
 
 _OF_PRIVATE_DATA = "computed from private data without noise: not covered by the guarantee"
-_WITH_NOISE = "released with noise of standard deviation {:.4g}, at the price that the ledger has"
+_WITH_NOISE = (
+    "released with noise of standard deviation {:.4g}, at a price in the ledger that it was "
+    "released on, which the guarantees here include if that is the model's"
+)
 _OF_PUBLIC_DATA = "computed from data that need no protection"
 
 

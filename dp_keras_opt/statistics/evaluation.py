@@ -14,6 +14,7 @@ from dp_keras_opt.accounting.segment import TRAINING
 from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.clipping import precision
 from dp_keras_opt.clipping.batch import Batch, map_leaves
+from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN
 from dp_keras_opt.data import Batches, examples
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.statistics import metrics as known_metrics
@@ -23,6 +24,9 @@ from dp_keras_opt.statistics.private_data import Estimate, PrivateData
 from dp_keras_opt.statistics.release import released
 from dp_keras_opt.training.losses import per_example_losses
 from dp_keras_opt.types import Norm
+
+#: Rows of the first batch are enough to see that one changes others.
+_FEW = 8
 
 
 def evaluate(
@@ -306,7 +310,48 @@ class Scores:
                         "mixes rows, so that one could move the figures of all. Compute each row's "
                         "value from that row alone."
                     )
+        self._check_changed(model, [map_leaves(lambda t: t[:_FEW], each) for each in batch])
         self._is_checked = True
+
+    def _check_changed(self, model, batch):
+        """Compares the other rows where the first one is another, as no row here may be."""
+        others = slice(1, length(batch))
+        given, whole = self._scored(model, *batch)
+        for changed in _with_another_first(batch):
+            try:
+                found, vectors = self._scored(model, *changed)
+            except DOES_NOT_RUN:
+                continue  # the model, or the metric, has no place for such values
+            pairs = zip(tf.nest.flatten(given), tf.nest.flatten(found), strict=True)
+            pairs = [*pairs, *zip(whole, vectors, strict=True)]
+            if not all(a is None or _agree(a, b[others], others) for a, b in pairs):
+                raise ValueError(
+                    f"Of the model {model.name!r} and the metrics {self}, one gives rows other "
+                    "values where another row of their batch is changed: it mixes rows, so that "
+                    "one could move the figures of all, as hinge does with labels of which one is "
+                    "not 0 or 1. Compute each row's value from that row alone."
+                )
+
+
+def _with_another_first(batch):
+    """Batches in which the first row has inputs that are 0, or large; or labels that are rare."""
+
+    def changed(structure, value):
+        def one(rows):
+            if isinstance(rows, tf.RaggedTensor | tf.SparseTensor):
+                return rows
+            rows = tf.convert_to_tensor(rows)
+            if not (rows.dtype.is_floating or rows.dtype.is_integer):
+                return rows
+            return tf.concat([tf.cast(value(rows[:1]), rows.dtype), rows[1:]], axis=0)
+
+        return map_leaves(one, structure)
+
+    x, y = batch
+    for factor in (0, 1000):
+        yield changed(x, lambda t, factor=factor: t * tf.cast(factor, t.dtype)), y
+    for label in (-1, 0, 1, 2, 255):
+        yield x, changed(y, lambda t, label=label: tf.fill(tf.shape(t), label))
 
 
 def length(batch: Any) -> int:

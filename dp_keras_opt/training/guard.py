@@ -45,7 +45,7 @@ class FitProgress:
         out_of_budget: whether the budget has ended it.
         passes: how often the data came to their end.
         ran: steps that it has run.
-        counter: the optimizer's, after the last of them.
+        counter: the optimizer's, after the last of them; None before the first.
         is_finished: whether all that was planned ran, or the budget ended it, so that results had
             no say in when it stopped.
     """
@@ -302,15 +302,18 @@ class PrivacyGuard:
                 )
             if not self.is_fitting and current and current.breaks_off:
                 self._ledger.close()
-        elif self.progress and self.progress.ran and now != self.progress.counter:
-            if self.sampling and self.sampling.batch_sizes:
-                raise ValueError(
-                    f"The optimizer's step counter was set to {now} while fit runs, as by weights "
-                    "that were loaded, but the batches of this pass have the expected sizes from "
-                    f"step {self.progress.counter} on. Load weights when fit has returned."
-                )
+        elif self._has_jumped(now) and self.sampling and self.sampling.batch_sizes:
+            raise ValueError(
+                f"The optimizer's step counter was set to {now} while fit runs, as by weights that "
+                "were loaded, but the batches of this pass have the expected sizes from step "
+                f"{self.progress.counter} on. Load weights when fit has returned."
+            )
         self._passes_begun, self._entered = begun, now
         self._place_next_pass(now)
+
+    def _has_jumped(self, now):
+        """Whether something else than a step has moved the optimizer's counter within a `fit`."""
+        return self.progress is not None and self.progress.counter not in (None, now)
 
     def _place_next_pass(self, now):
         """Tells the batches with which step of the training their next pass begins."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from dp_keras_opt.accounting import Ledger, RandomRepetitions
+from dp_keras_opt.accounting.segment import conditions_of
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.noise.entropy import numpy_generator
@@ -164,8 +165,14 @@ def tune(
 
 def _enter(optimizer, sampling, steps, repetitions, ledger):
     """Enters a whole selection in the ledger, before any of its runs."""
-    schedule = optimizer.noise_schedule
-    ledger.begin(optimizer.releases, sampling, schedule, selection=repetitions)
+    ledger.begin(
+        optimizer.releases,
+        sampling,
+        optimizer.noise_schedule,
+        clip_norm=optimizer.clip_norm,
+        selection=repetitions,
+        conditions=conditions_of(optimizer, sampling),
+    )
     ledger.reserve(steps)
     ledger.close()
 

@@ -761,6 +761,35 @@ def test_a_metric_of_compile_that_the_loss_reads_is_refused():
     _check(model, _form(4), words="value of a metric")
 
 
+class _Paced(layers.Layer):
+    """Keeps in a state of its own what a metric says of earlier batches."""
+
+    def __init__(self, metric, value):
+        super().__init__()
+        self.metric, self.value = metric, value
+        self.level = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.level.assign(self.value(self.metric.result()))
+        return inputs * (1 - 2 * ops.convert_to_tensor(self.level))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda figure: figure,
+        lambda figure: ops.where(figure > 2, 1.0, 0.0),
+        lambda figure: ops.cond(figure > 2, lambda: 1.0, lambda: 0.0),
+    ],
+)
+def test_a_metric_that_a_state_takes_in_is_refused(value):
+    """One target moved the sum of the next step by 100 C, and a raw figure was saved."""
+    metric = keras.metrics.MeanAbsoluteError()
+    model = _compiled(_linear(_Paced(metric, value)), metrics=[metric])
+    _check(model, _form(4), words="updated from the data")
+
+
 class _Sampling(layers.Layer):
     """Of a variational autoencoder: random in inference, too."""
 

@@ -701,3 +701,38 @@ def test_the_export_of_keras_warns(tmp_path):
         with pytest.warns(UserWarning, match="no privacy statement.* dp_keras_opt.serving.export"):
             model.export(tmp_path / str(place), verbose=False)
         assert (tmp_path / str(place) / "saved_model.pb").exists()
+
+
+@pytest.mark.parametrize("way", ["serving", "export", "the original's"])
+def test_metrics_of_layers_are_written_as_if_they_had_seen_nothing(tmp_path, way):
+    """They hold a sum over raw data: 49,995 beside -3 for one row."""
+
+    class Seen(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seen = keras.metrics.Mean()
+
+        def call(self, inputs):
+            self.seen.update_state(inputs)
+            return inputs
+
+    inputs = keras.Input((3,))
+    layer = Seen()
+    original = keras.Model(inputs, layers.Dense(1)(layer(inputs)))
+    model = dp.make_private(original)
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B)
+    model.compile(optimizer, "mse")
+    report = dp.callbacks.PrivacyReport(delta=DELTA)
+    model.fit(dp.data.poisson_batches((X, Y), B), verbose=0, callbacks=[report])
+    before = [np.array(variable) for variable in layer.seen.variables]
+    assert np.any(before)
+    if way == "serving":
+        dp.serving.export(model, tmp_path / "1", report)
+    else:
+        with pytest.warns(UserWarning, match="has no privacy statement"):
+            (model if way == "export" else original).export(tmp_path / "1", verbose=False)
+    file = str(tmp_path / "1" / "variables" / "variables")
+    scalars = [name for name, shape in tf.train.list_variables(file) if not shape]
+    scalars = [tf.train.load_variable(file, name) for name in scalars if "optimizer" not in name]
+    assert not any(isinstance(value, np.floating) and value for value in scalars)
+    np.testing.assert_equal([np.array(variable) for variable in layer.seen.variables], before)

@@ -371,6 +371,35 @@ def test_metrics_that_mix_rows_are_refused(function):
     assert not own.ledger.steps
 
 
+@pytest.mark.parametrize("users", [None, USERS])
+@pytest.mark.parametrize("kind", ["hinge", "squared_hinge"])
+def test_hinge_whose_labels_another_row_changes_is_refused(kind, users):
+    """Labels of 0 and 1 are -1 and 1 if all of a batch are: one label of 2 moved a sum by 77."""
+    function, loss = getattr(keras.metrics, kind), keras.losses.get(kind)
+    compiled = classifier(1, "tanh", kind)
+    whatever = ((SIGMOID, Mean(function, (0, 3), "m")), (SIGMOID, Mean(loss, (0, 3), "m")),
+                (compiled, Loss(3.0)))  # fmt: skip
+    for model, metric in whatever:
+        own = private(users=users)
+        with pytest.raises(ValueError, match="where another row of their batch is changed"):
+            evaluate(model, (X, TWO[:, None]), metric, own, 1.0, DELTA)
+        assert not own.ledger.steps
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda t: t + tf.nn.relu(tf.reduce_max(tf.abs(t)) - 100),
+        lambda t: t * tf.cast(tf.reduce_all(tf.reduce_any(t != 0, axis=1)), tf.float32),
+    ],
+)
+def test_rows_that_only_an_unusual_row_changes_are_refused(mixing):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(layers.Lambda(mixing)(inputs)))
+    with pytest.raises(ValueError, match="where another row of their batch is changed"):
+        evaluate(model, (X, THREE), "accuracy", private(), 1.0, DELTA)
+
+
 def test_models_that_mix_rows_or_draw_are_refused():
     inputs = keras.Input((4,))
     mixing = layers.Lambda(lambda t: t - tf.reduce_mean(t, 0))(inputs)

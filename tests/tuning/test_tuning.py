@@ -411,6 +411,15 @@ def test_what_the_model_spent_before_is_not_forgotten(task, tmp_path, monkeypatc
     assert selection.selection is not None and tuned.epsilon > 3.0
 
 
+def test_a_seed_is_in_the_statement_of_a_selection(task, monkeypatch):
+    monkeypatch.setattr(RandomRepetitions, "draw", lambda self, generator: 1)
+    known = dp.tuning.candidate("known", "DPSGD", space={"learning_rate": (0.01, 0.1)}, seed=1)
+    tuned = dp.tuning.tune(task, known, 3.0, DELTA, repetitions=RandomRepetitions(2.0), verbose=0)
+    (selection,) = tuned.model.ledger.segments
+    assert selection.conditions == ("noise seed",) and selection.clip_norm is not None
+    assert "Whoever knows it can subtract the noise" in tuned.statement()
+
+
 def test_the_number_of_runs_is_drawn_anew(task, monkeypatch):
     counted = []
     monkeypatch.setattr(runs, "train", lambda *args, **kwargs: counted.append(1) or _Model())
