@@ -22,7 +22,7 @@ from dp_keras_opt.accounting.protocols import Optimizer
 from dp_keras_opt.accounting.repetitions import RandomRepetitions
 from dp_keras_opt.accounting.risk import Risk, risk_of
 from dp_keras_opt.accounting.sampling import Sampling, check_sampling, need_sampling
-from dp_keras_opt.accounting.segment import TRAINING, Segment, conditions_of, stated
+from dp_keras_opt.accounting.segment import TRAINING, Segment, stated
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.noise.mechanism import Release
@@ -113,11 +113,7 @@ class Ledger:
         check_sampling(optimizer, sampling)
         ledger = cls()
         ledger.begin(
-            optimizer.releases,
-            sampling,
-            optimizer.noise_schedule,
-            clip_norm=optimizer.clip_norm,
-            conditions=conditions_of(optimizer, sampling),
+            optimizer.releases, sampling, optimizer.noise_schedule, clip_norm=optimizer.clip_norm
         )
         ledger.reserve(steps)
         return ledger

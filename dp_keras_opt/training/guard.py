@@ -375,7 +375,8 @@ class PrivacyGuard:
             if correlated:
                 optimizer.noise_source.memory.reset()  # a segment is a run of its own
             self.run = run
-        optimizer.noise_source.memory.run = self.run
+        if correlated:
+            optimizer.noise_source.memory.run = self.run
         if self.progress is not None:
             self._enter_plan()
 
