@@ -821,15 +821,10 @@ def as_published(private: DPModel) -> Iterator[None]:
     """
     metrics = [m for layer in _keras.layers_of(private) for m in _keras.own_metrics(layer)]
     states = [variable for metric in metrics for variable in metric.variables]
-    values = [keras.ops.convert_to_numpy(state) for state in states]
-    with private._guard.seeds.hidden():
+    with private._guard.seeds.hidden(), state_changes.restored(states):
         for metric in metrics:
             metric.reset_state()
-        try:
-            yield
-        finally:
-            for state, value in zip(states, values, strict=True):
-                state.assign(value)
+        yield
 
 
 def warn_of_export(private):

@@ -8,8 +8,9 @@ eagerly, Python inside of a graph) is noticed by its effect, after each executio
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -81,8 +82,8 @@ def check_assignments(
         eager: whether training will run eagerly, so that code may do what no graph shows.
 
     Raises:
-        ValueError: a variable, or a table, takes a value that depends on the batch, or on how many
-            rows it has.
+        ValueError: a variable, or a table, takes a value that depends on the batch, on how many
+            rows it has, or on a metric.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -216,7 +217,8 @@ class _Trace:
     """Follows the placeholders of a traced function through its operations.
 
     Attributes:
-        reached: from each resource that depends on them, to the operations that wrote it so.
+        reached: from each resource that depends on them, or on a metric, to the operations that
+            wrote it so.
         written: the handles that some operation writes to.
         has_python: whether Python code runs inside of the graph.
         remembers: whether what the function returns depends on a metric.
@@ -336,6 +338,17 @@ def _argument(tensor, handles):
 
 
 # Putting back, and comparing.
+
+
+@contextlib.contextmanager
+def restored(variables: Iterable[Any]) -> Iterator[None]:
+    """Around code that assigns to variables: at the end they have the values of before."""
+    values = [(variable, keras.ops.convert_to_numpy(variable)) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in values:
+            variable.assign(value)
 
 
 class Snapshot:

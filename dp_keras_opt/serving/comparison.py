@@ -12,7 +12,7 @@ import tensorflow as tf
 from dp_keras_opt._keras import layers_of
 from dp_keras_opt.clipping import Batch
 from dp_keras_opt.clipping.self_check.synthetic import Synthetic
-from dp_keras_opt.clipping.state_changes import seeds
+from dp_keras_opt.clipping.state_changes import restored, seeds
 from dp_keras_opt.data import held
 from dp_keras_opt.serving import signature
 
@@ -42,15 +42,12 @@ def check(model, folder, inputs, public_inputs=None):
     Raises:
         ValueError: an output differs; or no synthetic inputs were found that the model takes.
     """
-    states = [(state, keras.ops.convert_to_numpy(state)) for state in seeds(model)]
+    states = seeds(model)
 
     def run(function, *args, **options):
         """What a function gives, with the random numbers of the export."""
-        try:
+        with restored(states):
             return function(*args, **options)
-        finally:
-            for state, value in states:
-                state.assign(value)
 
     given = public_inputs is not None
     x = _given(inputs, public_inputs) if given else run(_synthetic, model, inputs)

@@ -42,12 +42,9 @@ class SecretSeeds:
     def hidden(self) -> Iterator[None]:
         """Around the writing of a model while it trains: it has the seeds that were given."""
         given = self._given or ()
-        drawn = [(state, keras.ops.convert_to_numpy(state)) for state, _ in given]
-        _put(given)
-        try:
+        with state_changes.restored([state for state, _ in given]):
+            _put(given)
             yield
-        finally:
-            _put(drawn)
 
     def draw(self, model: Any) -> None:
         """Draws them, once in a training, when all layers are built.
@@ -58,9 +55,9 @@ class SecretSeeds:
             return
         states = state_changes.seeds(model) if model.optimizer.seed is None else []
         self._given = [(state, keras.ops.convert_to_numpy(state)) for state in states]
-        sizes = [4 * math.prod(state.shape) for state in states]
         if not states:
             return
+        sizes = [4 * math.prod(state.shape) for state in states]
         drawn = workers.of_chief(secrets.token_bytes(sum(sizes)), model.distribute_strategy)
         for state, size in zip(states, sizes, strict=True):
             own, drawn = drawn[:size], drawn[size:]

@@ -530,6 +530,12 @@ def _with_dropout(**kwargs):
     return model
 
 
+def _seeds_of(model):
+    """The state of its dropout: [seed, count of draws]."""
+    (dropout,) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dropout))
+    return keras.ops.convert_to_numpy(dropout.seed_generator.state).tolist()
+
+
 def _after_a_step(**kwargs):
     model = _with_dropout(**kwargs)
     batches = dp.data.poisson_batches((X, Y), N, 1)  # all of them
@@ -548,24 +554,20 @@ def test_nobody_knows_which_place_in_a_batch_has_which_dropout():
 def test_each_training_draws_the_seeds_of_layers_anew_and_leaves_those_that_were_given():
     """An exported model has the seeds that are there, with the count of steps: not the secret."""
     model, found = _with_dropout(), []
-    (dropout,) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dropout))
-
-    def state():
-        return np.array(dropout.seed_generator.state).tolist()
 
     class Looks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            found.append(state()[0])
+            found.append(_seeds_of(model)[0])
 
-    given = state()
+    given = _seeds_of(model)
     for _ in range(2):
         model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0, callbacks=[Looks()])
-        assert state() == given
+        assert _seeds_of(model) == given
     assert len({7, *found}) == 3
     model.sampling = dp.accounting.Sampling.full(N)
     before = model.get_weights()
     model.train_on_batch(X, Y)
-    assert state() == given
+    assert _seeds_of(model) == given
     assert not np.array_equal(before[0], model.get_weights()[0])
 
 
@@ -578,29 +580,25 @@ def test_what_is_exported_while_it_trains_does_not_hold_the_secret_seeds(tmp_pat
         model = dp.make_private(original)
         model.compile(optimizer, "mse")
     report = dp.callbacks.PrivacyReport(delta=1e-5)
-    (dropout,) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dropout))
     states = []
 
     class Exports(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            states.append(np.array(dropout.seed_generator.state).tolist())
+            states.append(_seeds_of(model))
             if way == "serving":
                 dp.serving.export(model, tmp_path, report)
             else:
                 (original if way == "the original's" else model).export(tmp_path, verbose=False)
-            states.append(np.array(dropout.seed_generator.state).tolist())
+            states.append(_seeds_of(model))
 
-    given = np.array(dropout.seed_generator.state).tolist()
+    given = _seeds_of(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The model was trained privately")
         model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0, callbacks=[report, Exports()])
     assert states[0] == states[1] != given
     file = str(tmp_path / "variables" / "variables")
-    written = [tf.train.load_variable(file, name) for name, _ in tf.train.list_variables(file)]
-    seeds = [
-        each.tolist() for each in written if isinstance(each, np.ndarray) and each.shape == (2,)
-    ]
-    assert seeds == [given]
+    seeds = [name for name, shape in tf.train.list_variables(file) if shape == [2]]
+    assert [tf.train.load_variable(file, name).tolist() for name in seeds] == [given]
 
 
 class DropsInParts(keras.layers.Layer):
