@@ -85,7 +85,7 @@ def _joined(slabs, rows):
 def _doubt_batches(dataset):
     """Warns of a data set that was cut into batches: each would count as one example."""
     sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in _leaves(dataset)}
-    if len(sizes) == 1 and None not in sizes and _is_batched(dataset):
+    if len(sizes) == 1 and None not in sizes and is_batched(dataset):
         (size,) = sizes
         warnings.warn(
             f"`data` looks like batches of {size} rows, and each of them would count as one "
@@ -95,19 +95,17 @@ def _doubt_batches(dataset):
         )
 
 
-def _is_batched(dataset):
+def is_batched(dataset):
     """Whether `batch` was called on the data set, and its batches were not taken apart since.
 
     TensorFlow tells by the private names of its classes only; where they differ, it is not known.
     """
-    while True:
-        kind = type(dataset).__name__
-        if "BatchDataset" in kind and not kind.startswith(("_Unbatch", "_Rebatch")):
-            return True
-        inputs = getattr(dataset, "_inputs", list)()
-        if len(inputs) != 1 or kind.startswith(("_Unbatch", "_FlatMap", "_Interleave")):
-            return False
-        (dataset,) = inputs
+    kind = type(dataset).__name__
+    if "BatchDataset" in kind:  # not _UnbatchDataset, nor _RebatchDataset
+        return True
+    inputs = getattr(dataset, "_inputs", list)()
+    is_of_others = any(each in kind for each in ("Unbatch", "FlatMap", "Interleave"))
+    return bool(inputs) and not is_of_others and all(map(is_batched, inputs))
 
 
 def _doubt_randomness(dataset, arrays):

@@ -35,9 +35,14 @@ def as_array(users):
     """Ids as NumPy has them.
 
     Raises:
-        TypeError: a list has several kinds of them. NumPy would make a string of NaN, and so one
-            person of all who have no id.
+        TypeError: a list has several kinds of them, or an array masks some. NumPy would make a
+            string of NaN, and take what is below a mask, and so one person of all who have no id.
     """
+    if np.ma.is_masked(users):
+        raise TypeError(
+            f"`users` must have none missing, but {np.ma.count_masked(users)} ids are masked. Give "
+            "each of these examples an id of its own, or leave it out."
+        )
     if isinstance(users, list | tuple) and len({_kind(each) for each in users}) > 1:
         raise TypeError(
             "`users` must be integers or strings, one kind of them and none missing; received "

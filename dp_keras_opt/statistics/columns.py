@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.data.reading import is_batched
 from dp_keras_opt.data.sources.columns import OnDisk, open_column
 
 #: So many rows are looked at together.
@@ -20,10 +21,12 @@ def chunks(values: Any) -> Iterator[Any]:
 
     Args:
         values: an array, a list, a tensor, a column of a frame; an array of a file, of NumPy, h5py
-            or zarr, or the path of a `.npy` file; a `tf.data.Dataset` of such rows, in batches.
+            or zarr, or the path of a `.npy` file; a `tf.data.Dataset` of such rows, in batches, or
+            of single numbers or strings.
 
     Raises:
-        ValueError: they are no rows: a single number, none, several columns, or without an end.
+        ValueError: they are no rows: a single number, none, several columns, or without an end; or
+            it cannot be told that a data set is in batches.
     """
     if isinstance(values, tf.data.Dataset):
         yield from _of_dataset(values)
@@ -53,6 +56,22 @@ def check_order(dataset: tf.data.Dataset) -> None:
         )
 
 
+def check_batched(dataset: tf.data.Dataset) -> None:
+    """Refuses a data set of examples: each number or word of one would count as a unit.
+
+    Raises:
+        ValueError: `batch` was not called on it, as far as can be told.
+    """
+    if not is_batched(dataset):
+        raise ValueError(
+            f"The data set has elements {dataset.element_spec}, and nothing shows that these are "
+            "batches: of single examples each number or word would count as a unit, and a unit "
+            "could move the figures by as many as it has. Call .batch(256) if they are examples, "
+            "or .unbatch().batch(256) if they are batches that a generator, or several data sets, "
+            "give."
+        )
+
+
 def _digest(dataset):
     """Of all rows, in their order."""
     found = hashlib.blake2b()
@@ -79,6 +98,7 @@ def _of_dataset(dataset):
         raise ValueError("The data set has no end: each row is to count once. Leave out repeat().")
     if spec.shape.rank == 0:
         dataset = dataset.batch(_ROWS)
+    check_batched(dataset)
     empty = True
     for batch in dataset:
         empty = False

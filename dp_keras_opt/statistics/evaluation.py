@@ -18,7 +18,7 @@ from dp_keras_opt.clipping.self_check.passes import DOES_NOT_RUN
 from dp_keras_opt.data import Batches, examples
 from dp_keras_opt.model import DPModel
 from dp_keras_opt.statistics import metrics as known_metrics
-from dp_keras_opt.statistics.columns import check_order
+from dp_keras_opt.statistics.columns import check_batched, check_order
 from dp_keras_opt.statistics.contributions import Units, vector_sum
 from dp_keras_opt.statistics.private_data import Estimate, PrivateData
 from dp_keras_opt.statistics.release import released
@@ -125,6 +125,7 @@ class Rows:
                 raise TypeError(f"The data set must give batches (x, y); its elements are {spec}.")
             if any(leaf.shape.rank == 0 for leaf in tf.nest.flatten(spec)):
                 raise ValueError("The data set must give batches of rows: add .batch(256).")
+            check_batched(data)
             if any(None in leaf.shape[1:] for leaf in tf.nest.flatten(spec)):
                 raise ValueError(
                     "The rows of the data set have no fixed shape, so that the longest of a batch "

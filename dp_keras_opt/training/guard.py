@@ -44,7 +44,6 @@ class FitProgress:
             where that is not known.
         out_of_budget: whether the budget has ended it.
         passes: how often the data came to their end.
-        ran: steps that it has run.
         counter: the optimizer's, after the last of them; None before the first.
         is_finished: whether all that was planned ran, or the budget ended it, so that results had
             no say in when it stopped.
@@ -54,7 +53,6 @@ class FitProgress:
     pass_length: int | None = None
     out_of_budget: bool = False
     passes: int = 0
-    ran: int = 0
     counter: int | None = None
     is_finished: bool = False
 
@@ -97,6 +95,7 @@ class PrivacyGuard:
         self._is_of_fit = False  # whether the sampling is that of the data of a `fit`
         self._process = entropy.process()
         self._passes_begun = 0
+        self._since_data_began = 0  # steps; whole passes, where they were not broken off
         self._entered: int | None = None  # the step that this `fit` asked for last
         self._warned_of: Any = None  # the plan that a warning spoke of
 
@@ -147,17 +146,12 @@ class PrivacyGuard:
         Raises:
             ValueError: the optimizer or its calibration is for another one.
         """
-        check_sampling(model.optimizer, sampling)
-        accounted = model.optimizer.calibrated_for
-        if accounted is not None and accounted.of_one_view != sampling.of_one_view:
-            raise ValueError(
-                f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
-                "Calibrate for this sampling, or set noise_multiplier yourself."
-            )
+        _check_conforms(model.optimizer, sampling)
         before = self.sampling
         if before is not None and before.rows_per_unit != sampling.rows_per_unit:
             model.train_function = None  # to be traced anew: tracing checks the batches against it
         self.sampling, self.order_seed, self._is_of_fit = sampling, order_seed, of_fit
+        self._since_data_began = 0
         self._place_next_pass(steps_taken(model.optimizer))
         self.ledger(model).close()
 
@@ -300,8 +294,10 @@ class PrivacyGuard:
                     f"on, but the optimizer has taken {now} steps. Pass the batches to fit as they "
                     "were made."
                 )
-            if not self.is_fitting and current and current.breaks_off:
-                self._ledger.close()
+            if not self.is_fitting:
+                self._since_data_began = 0
+                if current and current.breaks_off:
+                    self._ledger.close()
         elif self._has_jumped(now) and self.sampling and self.sampling.batch_sizes:
             raise ValueError(
                 f"The optimizer's step counter was set to {now} while fit runs, as by weights that "
@@ -348,8 +344,8 @@ class PrivacyGuard:
                 "How batches are sampled is not known, so no ε can be stated. Set "
                 "model.sampling = dp_keras_opt.accounting.Sampling.poisson(...) first."
             )
-        # Checked again: the model may be compiled anew.
-        self.sample_as(model, self.sampling, self.order_seed, self._is_of_fit)
+        _check_conforms(optimizer, self.sampling)  # again: the model may be compiled anew
+        self.ledger(model).close()
         for layer in layers_of(model, include_self=False):
             if isinstance(getattr(layer, "_guard", None), PrivacyGuard):
                 self._ledger.merge(layer.ledger)  # what it spent is in the weights, too
@@ -381,19 +377,19 @@ class PrivacyGuard:
             self._enter_plan()
 
     def _refuse_within_pass(self, optimizer):
-        """Refuses a segment that begins within a pass of a `fit`, where its noise follows the step.
+        """Refuses a segment that begins within a pass, where its noise follows the step.
 
-        An example that comes once a pass is accounted by the least noise of each, from where the
-        segment begins.
+        An example that comes once a pass is accounted by the noise of each, from where the segment
+        begins.
         """
-        sampling, progress = self.sampling, self.progress
-        by_passes = sampling.in_passes and not sampling.is_amplified
+        sampling, steps = self.sampling, self._since_data_began
         varies = not isinstance(optimizer.noise_schedule, Constant)
-        if by_passes and varies and progress and progress.ran % sampling.period:
+        if sampling.in_passes and varies and steps % sampling.period:
             raise ValueError(
-                f"After {progress.ran} steps of fit the ledger was closed, as by weights that were "
-                f"loaded, within a pass of {sampling.period} steps, by which a noise schedule is "
-                "accounted. Load weights at the end of a pass, or when fit has returned."
+                f"After {steps} steps since the data began the ledger was closed, as by weights "
+                f"that were loaded, within a pass of {sampling.period} steps, by which a noise "
+                "schedule is accounted. Load weights at the end of a pass, or when fit has "
+                "returned. Where the data begin anew with the next step, set model.sampling again."
             )
 
     def _settle(self, optimizer, reserved, before):
@@ -411,10 +407,10 @@ class PrivacyGuard:
                 "Did something set its step counter?"
             )
         self._ledger.settle(reserved, executed)
+        self._since_data_began += executed
         self._place_next_pass(now)
         if self.progress is not None:
             self.progress.passes += executed < reserved
-            self.progress.ran += executed
             self.progress.counter = now
             self.progress.to_run = max(self.progress.to_run - executed, 0)
 
@@ -548,3 +544,14 @@ class PrivacyGuard:
 def steps_taken(optimizer: Any) -> int:
     """How many steps the optimizer has taken."""
     return int(optimizer.iterations.numpy())
+
+
+def _check_conforms(optimizer, sampling):
+    """Refuses a sampling for which the optimizer, or its calibration, is not."""
+    check_sampling(optimizer, sampling)
+    accounted = optimizer.calibrated_for
+    if accounted is not None and accounted.of_one_view != sampling.of_one_view:
+        raise ValueError(
+            f"The noise was calibrated for {accounted}, but the data is sampled as {sampling}. "
+            "Calibrate for this sampling, or set noise_multiplier yourself."
+        )

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import dp_keras_opt as dp
+from dp_keras_opt.data import reading
 
 N, B, K, CLIP = 37, 8, 3, 0.05
 _rng = np.random.default_rng(0)
@@ -131,6 +132,31 @@ def test_a_pydataset_of_batches_draws_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dp.data.poisson_batches(OneByOne(), 2, map=lambda x, y: (x, y))
+
+
+DATASET = tf.data.Dataset.from_tensor_slices(np.zeros((12, 3)))
+BATCHES = DATASET.batch(4)
+SLICES = tf.data.Dataset.from_tensor_slices
+
+
+@pytest.mark.parametrize("dataset", [
+    BATCHES, DATASET.batch(4, num_parallel_calls=2), DATASET.padded_batch(4), BATCHES.rebatch(2),
+    DATASET.ragged_batch(4), BATCHES.concatenate(BATCHES), BATCHES.cache().prefetch(1).take(2),
+    tf.data.Dataset.zip((BATCHES, BATCHES)), BATCHES.map(tf.square).shuffle(3).repeat(2),
+    keras.utils.timeseries_dataset_from_array(np.arange(9.0), np.arange(9.0), 2),
+])  # fmt: skip
+def test_what_is_in_batches_is_known(dataset):
+    assert reading.is_batched(dataset)
+
+
+@pytest.mark.parametrize("dataset", [
+    DATASET, DATASET.rebatch(4), BATCHES.unbatch(), BATCHES.flat_map(SLICES),
+    BATCHES.interleave(SLICES), BATCHES.interleave(SLICES, num_parallel_calls=2),
+    BATCHES.concatenate(DATASET), tf.data.Dataset.zip((BATCHES, DATASET)), DATASET.window(4),
+    tf.data.Dataset.from_generator(lambda: [[1.0]], output_signature=tf.TensorSpec([None])),
+])  # fmt: skip
+def test_examples_are_not_taken_for_batches(dataset):
+    assert not reading.is_batched(dataset)
 
 
 def test_a_source_of_one_example_and_of_examples_that_cannot_be_read():

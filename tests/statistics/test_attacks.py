@@ -69,7 +69,47 @@ def test_a_fork_has_a_ledger_of_its_own(monkeypatch):
         data.mean(X, (-1, 1), 1.0, 0.01)
 
 
-@pytest.mark.parametrize("ids", [["a", np.nan, np.nan], [1, "b", 2], ["a", None, "b"]])
+WORDS = np.char.add("w", RNG.integers(0, 9, size=(20, 30)).astype(str))
+WORDS[7, :25] = "alice-smith"
+
+
+@pytest.mark.parametrize("name", ["histogram", "vocabulary", "adapt_privately", "evaluate"])
+def test_examples_are_no_batches(name):
+    """Of a data set for a sampler each number, or word, counted as a unit: ε = 33 for 1."""
+    examples = tf.data.Dataset.from_tensor_slices(
+        WORDS if name != "histogram" else X.reshape(8, -1)
+    )
+    pairs = tf.data.Dataset.zip((examples, examples))
+    data, layer = private(), keras.layers.StringLookup()
+
+    def call(rows):
+        if name == "histogram":
+            return data.histogram(rows, [-1.0, 0.0, 1.0], 1.0, 0.01)
+        if name == "vocabulary":
+            return data.vocabulary(rows, 30, 1.0, 0.01)
+        if name == "adapt_privately":
+            return dp.statistics.adapt_privately(layer, rows, data, 1.0, 0.01, most_per_unit=30)
+        return dp.statistics.evaluate(None, rows, "accuracy", data, 1.0, 0.01)
+
+    for rows in (examples, examples.batch(2).unbatch().shuffle(3)):
+        with pytest.raises(ValueError, match="nothing shows that these are batches"):
+            call(pairs if name == "evaluate" else rows)
+    assert not data.ledger.segments
+    if name == "histogram":
+        call(examples.batch(4))
+        (segment,) = data.ledger.segments
+        assert segment.sampling.num_examples == len(list(examples))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["a", np.nan, np.nan],
+        [1, "b", 2],
+        ["a", None, "b"],
+        np.ma.masked_array([1, 0, 0], [False, True, True]),
+    ],
+)
 def test_persons_without_an_id_are_not_one_person(ids):
     with pytest.raises(TypeError, match="none missing"):
         private(users=ids)

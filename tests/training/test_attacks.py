@@ -258,6 +258,66 @@ def test_windows_of_a_schedule_do_not_move_within_a_pass(tmp_path, length, refus
         assert model.ledger.steps == 12
 
 
+FALLING = {
+    "clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": B,
+    "noise_schedule": [5.0] * 2 + [1.0] * 30,
+}  # fmt: skip
+
+
+def test_balls_fall_into_bins_of_whole_passes(tmp_path):
+    """Weights loaded within a pass moved the windows: at σ = 0.5, 11.8 was said for 12.9."""
+    model = _model()
+    model.compile(dp.optimizers.DPSGD(0.01, **FALLING), "mse")
+
+    class Loads(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 0:
+                model.save_weights(tmp_path / "w.weights.h5")
+            if batch == 1:
+                model.load_weights(tmp_path / "w.weights.h5")
+
+    with pytest.raises(ValueError, match="within a pass of 3 steps"):
+        model.fit(X, Y, batch_size=B, epochs=2, verbose=0, callbacks=[Loads()])
+    assert model.ledger.steps == 2
+    model.fit(X, Y, batch_size=B, epochs=1, verbose=0)  # a new pass
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_an_own_loop_does_not_move_the_windows_of_a_schedule(tmp_path, steps):
+    """Weights loaded within an epoch, which went on: 1.39 was said for 2.05."""
+    model, path = _model(), tmp_path / "w.weights.h5"
+    model.compile(dp.optimizers.DPSGD(0.01, **FALLING), "mse")
+    model.sampling = shuffled = dp.accounting.Sampling.shuffled(N, B)
+    for _ in range(steps):
+        model.train_on_batch(X[:B], Y[:B])
+    model.save_weights(path)
+    model.load_weights(path)
+    if steps % shuffled.period:
+        with pytest.raises(ValueError, match="set model.sampling again"):
+            model.train_on_batch(X[:B], Y[:B])
+        model.compile(dp.optimizers.DPSGD(0.01, **FALLING), "mse")  # the epoch is as far as it was
+        with pytest.raises(ValueError, match="set model.sampling again"):
+            model.train_on_batch(X[:B], Y[:B])
+        model.sampling = shuffled
+    model.train_on_batch(X[:B], Y[:B])
+    assert model.ledger.steps == steps + 1
+
+
+def test_a_sampler_says_where_a_pass_of_an_own_loop_begins(tmp_path):
+    model, path = _model(), tmp_path / "w.weights.h5"
+    model.compile(dp.optimizers.DPSGD(0.01, **FALLING), "mse")
+    batches = dp.data.balls_in_bins((X, Y), B)
+    model.sampling = batches.sampling
+    for epoch in range(3):
+        for x, y, sample_weight in batches:
+            model.train_on_batch(x, y, sample_weight)
+            if epoch == 0:
+                break
+        model.save_weights(path)
+        model.load_weights(path)
+    assert [segment.steps for segment in model.ledger.segments] == [1, 3, 3]
+
+
 def test_two_models_do_not_go_on_in_one_memory_of_noise():
     """Of one stream each counted every other step: 4.4 for 6.0."""
     inputs = keras.Input((3,))
