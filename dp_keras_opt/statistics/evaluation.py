@@ -125,7 +125,6 @@ class Rows:
                 raise TypeError(f"The data set must give batches (x, y); its elements are {spec}.")
             if any(leaf.shape.rank == 0 for leaf in tf.nest.flatten(spec)):
                 raise ValueError("The data set must give batches of rows: add .batch(256).")
-            check_batched(data)
             if any(None in leaf.shape[1:] for leaf in tf.nest.flatten(spec)):
                 raise ValueError(
                     "The rows of the data set have no fixed shape, so that the longest of a batch "
@@ -138,6 +137,8 @@ class Rows:
                 "than another, and each may count 1 at most. Multiply it into the values of a "
                 "statistics.metrics.Mean, which brings them within bounds, and give (x, y)."
             )
+        if isinstance(data, tf.data.Dataset):
+            check_batched(data)
         self._data = data if isinstance(data, tf.data.Dataset) else examples.of(data)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
