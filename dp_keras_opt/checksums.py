@@ -48,6 +48,12 @@ def are_changed(variables):
     return any(_sums.get(id(variable)) == CHANGED for variable in variables)
 
 
+def mark(variables):
+    """Has the variables count as changed, those too of which no sum was known."""
+    for variable in variables:
+        _set(variable, CHANGED)
+
+
 @contextlib.contextmanager
 def taken_back(variables):
     """Registers the variables anew after what is done to them within, and taken back."""

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _CHANGED = (
     "The weights were changed since by something that is not a private step (set_weights, an "
-    "assignment, training without privacy, weights loaded without their ledger). What that took "
-    "from the data is not covered."
+    "assignment, training without privacy, quantization by a data set, weights loaded without "
+    "their ledger). What that took from the data is not covered."
 )
 
 
@@ -726,6 +726,17 @@ class DPModel(keras.Model):
             save(filepath, overwrite=overwrite)
         else:
             files.replaced(save, filepath, overwrite)
+
+    def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:
+        """As `keras.Model.quantize`; the statement says so where a data set decided the rounding.
+
+        Weights that are rounded by themselves ("int8", "int4") cost nothing. GPTQ and AWQ fit them
+        to the outputs on a calibration data set, without clipping and noise: give one that is
+        public.
+        """
+        super().quantize(mode, config=config, **kwargs)
+        if getattr(config, "dataset", None) is not None:
+            checksums.mark(self.weights)
 
     def export(self, filepath: Path, *args: Any, **kwargs: Any) -> None:
         """As `keras.Model.export`; warns that the privacy statement is not in what it writes.

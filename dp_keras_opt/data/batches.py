@@ -14,7 +14,7 @@ import tensorflow as tf
 from dp_keras_opt import deprecation
 from dp_keras_opt._keras import is_grain_dataset, is_tf_dataset, is_torch_dataloader
 from dp_keras_opt.accounting.sampling import Sampling
-from dp_keras_opt.data import failures
+from dp_keras_opt.data import failures, fresh_randomness
 from dp_keras_opt.data.buckets import Blocks, blocks_of
 from dp_keras_opt.data.mapping import writes_variables
 from dp_keras_opt.workers import place
@@ -111,7 +111,7 @@ class Batches:
             mapped = tf.map_fn(lambda pair: function(*pair), (x, y), fn_output_signature=signature)
             return (*mapped, *rows)
 
-        traced = tf.function(each).get_concrete_function(*self.dataset.element_spec)
+        traced = fresh_randomness.traced(each, *self.dataset.element_spec)
         at_once = None if writes_variables(traced.graph) else tf.data.AUTOTUNE
         mapped = self.dataset.map(traced, num_parallel_calls=at_once)
         return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))

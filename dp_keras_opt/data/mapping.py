@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.data import fresh_randomness
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.noise.entropy import process
 
@@ -74,6 +75,10 @@ class PythonFunction:
     example at a time, anew whenever one is drawn, so that it cannot mix examples as long as it
     remembers none: what it has learnt of earlier examples, such as a running mean or a vocabulary,
     must not go into later ones. Learn such things from public data, before the training.
+
+    The global random numbers of Python and NumPy are from fresh seeds while it is called, whatever
+    `set_random_seed` said. A generator of its own must have a seed that nobody knows, as
+    `np.random.default_rng()` has: what it draws depends on who else is in the batch.
 
     Args:
         function: takes what an example is (x and y where it is such a tuple), and returns the new
@@ -189,7 +194,7 @@ class Traced:
             return _without_lists(call(self._function, tf.nest.pack_sequence_as(rows, leaves)))
 
         # No variable may be made whenever it is called, so that it is called once before.
-        traced = tf.function(example, autograph=True).get_concrete_function(*one)
+        traced = fresh_randomness.traced(example, *one)
         form = tf.nest.map_structure(lambda _: 0, traced.structured_outputs)
         outputs = tf.nest.flatten(traced.structured_outputs)
         inputs = {id(tensor): place for place, tensor in enumerate(traced.inputs)}
@@ -319,7 +324,9 @@ def _rank(value):
 
 def _each_row(function, rows):
     count = len(tf.nest.flatten(rows)[0])
-    return stacking.stacked([call(function, stacking.row(rows, index)) for index in range(count)])
+    with fresh_randomness.of_python():
+        examples = [call(function, stacking.row(rows, index)) for index in range(count)]
+    return stacking.stacked(examples)
 
 
 def _writeable(array):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from dp_keras_opt.counterpart import make_private
 from dp_keras_opt.tuning import runs
 from dp_keras_opt.tuning.candidates import CANDIDATES, get, three_digits
 from dp_keras_opt.types import Accountant, Path
@@ -126,12 +127,19 @@ def compare(
 
     Raises:
         ValueError: a candidate is not known, needs public data that the task lacks, or trains for
-            whole epochs that are longer than a run; or the task has no test data.
+            whole epochs that are longer than a run; the task has no test data; or its model has
+            spent privacy on these data before.
     """
     if task.test is None:
         raise ValueError("compare judges by data that chose nothing: give the Task a `test` part.")
     if seeds < 1 or trials < 1:
         raise ValueError(f"trials={trials} and seeds={seeds} must be at least 1.")
+    if make_private(task.build()).ledger.of_data_set():
+        raise ValueError(
+            "The model that the task builds has spent privacy before, on its weights or on layers "
+            "that were adapted privately: no run would be private at its epsilon. Build one that "
+            "has not (dp-keras-opt compare --fresh), or `tune`, which counts what was spent."
+        )
     candidates = _resolved(candidates, task)
     epsilons = [float(epsilon) for epsilon in epsilons]
     searches = epsilons if search_at is None else [float(search_at)]

@@ -57,6 +57,33 @@ def _move(model):
 # What is noticed.
 
 
+class _Block(layers.Layer):
+    def build(self, shape):
+        self.dense = layers.Dense(8)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return x + self.dense(x)
+
+
+@pytest.mark.parametrize("mode", ["int8", "gptq"])
+def test_quantization_by_a_data_set_is_noted(mode):
+    """GPTQ fits kernels to what the layers make of the rows."""
+    inputs, embedding, block = keras.Input((6,), dtype="int32"), layers.Embedding(9, 8), _Block()
+    outputs = layers.Dense(1)(layers.Flatten()(block(embedding(inputs))))
+    model = _compiled(dp.DPModel(inputs, outputs))
+    ids = np.random.default_rng(0).integers(0, 9, (B, 6))
+    model.sampling = SAMPLING
+    model.train_on_batch(ids, Y[:B])
+    parts = {"pre_block_layers": [embedding], "sequential_blocks": [block]}
+    config = keras.quantizers.GPTQConfig(
+        [row[None] for row in ids], tokenizer=lambda row: row, sequence_length=6, group_size=8,
+        num_samples=4, quantization_layer_structure=parts,
+    )  # fmt: skip
+    model.quantize(mode, config=config if mode == "gptq" else None)
+    assert _is_changed(model) == (mode == "gptq")
+
+
 def _train_plainly(base):
     base.compile("sgd", "mse")
     base.fit(X, Y, verbose=0)

@@ -411,6 +411,16 @@ def test_what_the_model_spent_before_is_not_forgotten(task, tmp_path, monkeypatc
     assert selection.selection is not None and tuned.epsilon > 3.0
 
 
+def test_models_that_have_spent_something_are_not_compared(task, tmp_path):
+    """Runs at ε = 1 from private weights had spent 4.3."""
+    earlier = runs.train(task, SGD, {"learning_rate": 0.1}, 2.0, DELTA)
+    earlier.save(tmp_path / "earlier.keras")
+    build = functools.partial(keras.saving.load_model, tmp_path / "earlier.keras", compile=False)
+    again = dataclasses.replace(task, build=build)
+    with pytest.raises(ValueError, match="has spent privacy before"):
+        dp.tuning.compare(again, [SGD], (1.0,), DELTA, verbose=0)
+
+
 def test_a_seed_is_in_the_statement_of_a_selection(task, monkeypatch):
     monkeypatch.setattr(RandomRepetitions, "draw", lambda self, generator: 1)
     known = dp.tuning.candidate("known", "DPSGD", space={"learning_rate": (0.01, 0.1)}, seed=1)

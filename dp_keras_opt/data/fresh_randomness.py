@@ -1,0 +1,86 @@
+"""Random numbers of functions of an example, from seeds that nobody can know.
+
+They are drawn for an example's place in its batch. Where one example is not there, others are in
+its place, and so on: only to somebody who cannot know what was drawn for which place are the two
+alike. So what `set_random_seed` said, or a generator was given, does not hold here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+#: As Keras and TensorFlow name the variables of their generators.
+_STATES = ("seed_generator_state", "StateVar")
+
+_lock = threading.Lock()
+_inside = 0
+_kept: Any = None
+
+
+def traced(function: Callable[..., Any], *specs: Any, autograph: bool = True) -> Any:
+    """The concrete function that TensorFlow traces, whose random numbers are from fresh seeds.
+
+    Those of operations are from a seed in its graph, and generators that it captures are drawn
+    anew.
+
+    Raises:
+        ValueError: it calls a function that was traced before, with another seed.
+    """
+    seed = 1 + secrets.randbelow(2**31 - 2)
+
+    def seeded(*arguments):
+        tf.compat.v1.set_random_seed(seed)  # of the graph, and of those within it
+        return function(*arguments)
+
+    found = tf.function(seeded, autograph=autograph).get_concrete_function(*specs)
+    definition = found.graph.as_graph_def()
+    nodes = [*definition.node, *(n for each in definition.library.function for n in each.node_def)]
+    known = [n.name for n in nodes if "seed2" in n.attr and _seed_of(n) not in ((0, 0), seed)]
+    if known:
+        raise ValueError(
+            f"The function draws random numbers ({known[0]}) in a tf.function that was traced "
+            "before, with a seed that may be known: who is in a batch decides which of them each "
+            "example gets. Leave out its @tf.function, or do not call it before."
+        )
+    for variable in found.graph.variables:
+        if any(name in variable.name for name in _STATES):
+            numbers = np.frombuffer(secrets.token_bytes(4 * variable.shape[0]), "uint32")
+            variable.assign(numbers >> 1)  # of any integer type
+    return found
+
+
+def _seed_of(node):
+    seeds = node.attr["seed"].i, node.attr["seed2"].i
+    return seeds if seeds == (0, 0) else seeds[0]
+
+
+@contextlib.contextmanager
+def of_python() -> Iterator[None]:
+    """Within, the global generators of Python and NumPy have fresh seeds; then as before.
+
+    Of several threads the first to come in seeds them, and the last to go puts them back.
+    """
+    global _inside, _kept
+    with _lock:
+        if not _inside:
+            _kept = random.getstate(), np.random.get_state()
+            random.seed(secrets.token_bytes(32))
+            np.random.seed(np.frombuffer(secrets.token_bytes(32), "uint32"))
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                random.setstate(_kept[0])
+                np.random.set_state(_kept[1])
+                _kept = None
