@@ -100,18 +100,19 @@ class Batches:
                 "These batches are put into buckets, and their examples padded already. Give the "
                 "function as map= of the sampler, which calls it on each example before that."
             )
-        pairs = self.dataset.map(lambda x, y, *rows: (x, y))
-        signature = pairs.unbatch().map(function).element_spec  # traced, and never run
+        pair = self.dataset.map(lambda x, y, *rows: (x, y)).unbatch().element_spec
+        one = fresh_randomness.traced(function, *pair)
+        signature = tf.nest.map_structure(tf.type_spec_from_value, one.structured_outputs)
         if not isinstance(signature, tuple) or len(signature) != 2:
             raise TypeError(
                 f"function(x, y) must return a tuple (x, y) of one example; it returns {signature}."
             )
 
         def each(x, y, *rows):
-            mapped = tf.map_fn(lambda pair: function(*pair), (x, y), fn_output_signature=signature)
+            mapped = tf.map_fn(lambda pair: one(*pair), (x, y), fn_output_signature=signature)
             return (*mapped, *rows)
 
-        traced = fresh_randomness.traced(each, *self.dataset.element_spec)
+        traced = tf.function(each).get_concrete_function(*self.dataset.element_spec)
         at_once = None if writes_variables(traced.graph) else tf.data.AUTOTUNE
         mapped = self.dataset.map(traced, num_parallel_calls=at_once)
         return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))

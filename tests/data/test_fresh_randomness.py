@@ -124,9 +124,22 @@ def test_threads_at_the_same_time_put_back_what_was_there():
 
 def test_a_function_that_was_traced_before_has_a_seed_that_is_known():
     keras.utils.set_random_seed(0)
+    batches = dp.data.poisson_batches((ONES, ONES), N, steps_per_epoch=1)
     function = tf.function(of_operations)
     function(tf.constant([1.0]), tf.constant([1.0]))
     with pytest.raises(ValueError, match="traced before"):
         dp.data.poisson_batches((ONES, ONES), N, map=function)
-    fresh = tf.function(of_operations)
-    assert len(dp.data.poisson_batches((ONES, ONES), N, map=fresh))
+    with pytest.raises(ValueError, match="traced before"):
+        batches.map(function)
+    assert len(dp.data.poisson_batches((ONES, ONES), N, map=tf.function(of_operations)))
+    assert len(list(batches.map(tf.function(of_operations)))) == 1
+
+
+def test_structures_and_numbers_go_through_a_map_of_batches():
+    data = {"a": ONES, "b": (2 * ONES, np.ones((N, 3), "int32"))}, np.arange(N)
+    batches = dp.data.poisson_batches(data, 20, steps_per_epoch=1)
+    changed = batches.map(lambda x, y: ({"c": x["b"][0] + x["a"], "d": x["b"][1]}, {"y": 2 * y}))
+    x, y, rows = next(iter(changed))
+    mask = rows.mask.numpy() > 0
+    np.testing.assert_array_equal(x["c"][mask], np.full((mask.sum(), 1), 3.0))
+    assert x["d"].shape[1:] == (3,) and np.all(y["y"].numpy()[mask] % 2 == 0)
