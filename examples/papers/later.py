@@ -3,6 +3,7 @@
     python examples/papers/later.py rows         # minutes to hours; goes on where it stopped
     python examples/papers/later.py others
     python examples/papers/later.py probed
+    python examples/papers/later.py clipped
 
 - rows: DP-AdaFEST: with noise on all rows of the tables in each step, and on chosen ones; ratings
   of films and definitions of nouns.
@@ -13,6 +14,8 @@
   need no network.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
+- clipped: how much of what a searched clip norm of a geometry brings one brings without: momentum
+  with smaller ones, definitions of nouns.
 
 Tasks are those of choosing.py, and features; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many
 trials for each of its hyper-parameters: see at_length.py, whose options these are.
@@ -30,7 +33,7 @@ import numpy as np
 
 import dp_keras_opt as dp
 from dp_keras_opt import filters, geometries
-from dp_keras_opt.tuning.candidates import Candidate, get
+from dp_keras_opt.tuning.candidates import Candidate, candidate, get
 
 BASELINES = ("DPSGD, momentum", "DPAdam, bias-corrected")
 #: Of clip norms in units of the length that is expected.
@@ -164,7 +167,22 @@ def probed():
     )
 
 
-EXPERIMENTS = {"rows": rows, "others": others, "probed": probed}
+def clipped():
+    """Smaller clip norms than that of the task, 1."""
+    momentum, _ = BASELINES
+    how = {"momentum": 0.9, "space": get(momentum).space, "per_norm": True}
+    smaller = [
+        candidate(f"{momentum}, C = {norm}", "DPSGD", clip_norm=norm, **how) for norm in (0.3, 0.1)
+    ]
+    return experiment(
+        {"definitions": choosing.definitions},
+        smaller,
+        [(smaller[1].name, smaller[0].name)],
+        "The smaller, the better.",
+    )
+
+
+EXPERIMENTS = {"rows": rows, "others": others, "probed": probed, "clipped": clipped}
 
 if __name__ == "__main__":
     at_length.main(EXPERIMENTS, __doc__, "later")
