@@ -72,6 +72,14 @@ def test_a_geometry_of_probes_differs_in_that_alone():
     assert probes.shape == (256, 28, 28, 1) and set(labels) == set(range(10))
 
 
+def test_smaller_clip_norms_have_steps_of_the_same_length():
+    momentum = made(later.others())["DPSGD, momentum"]
+    for norm, optimizer in zip((0.3, 0.1), made(later.clipped()).values(), strict=True):
+        assert differences(momentum, optimizer) == {"clip_norm"} and optimizer.clip_norm == norm
+        lengths = [float(each.learning_rate) * each.clip_norm for each in (momentum, optimizer)]
+        np.testing.assert_allclose(*lengths, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["rows", "others"])
 def test_a_comparison_of_them(kind, monkeypatch, tmp_path):
     """On made-up data, two steps, through the command."""
@@ -122,7 +130,9 @@ def test_the_tables_are_those_of_the_results(path, page):
             assert shown[key] == (f"**{cell}**" if key in level else cell), key
 
 
-@pytest.mark.parametrize("name", ["ratings", "clothes", "text", "tabular", "incomes"])
+@pytest.mark.parametrize(
+    "name", ["ratings", "clothes", "text", "tabular", "incomes", "definitions"]
+)
 def test_none_is_ahead_of_the_best_of_the_five_papers(name):
     """By more than two standard errors, at any ε: see the page on choosing."""
     found = columns(DOCS / "explanation" / "geometries" / f"others-{name}.csv")
@@ -145,5 +155,7 @@ def test_there_are_tables():
         "others-text",
         "others-tabular",
         "others-incomes",
+        "others-definitions",
+        "clipped-definitions",
         "probed-clothes",
     }
