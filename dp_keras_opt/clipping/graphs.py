@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,6 +24,13 @@ def functions(operation: tf.Operation) -> list[str]:
             names.append(attribute.func.name)
         names += [function.name for function in attribute.list.func]
     return [name for name in names if name]
+
+
+def nodes(graph: tf.Graph) -> list[Any]:
+    """The definitions of all operations of a graph, and of the functions in its library."""
+    definition = graph.as_graph_def()
+    library = definition.library.function
+    return [*definition.node, *(node for function in library for node in function.node_def)]
 
 
 def operations(graph: tf.Graph) -> Iterator[tf.Operation]:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.clipping.graphs import nodes
+
 #: As Keras and TensorFlow name the variables of their generators.
 _STATES = ("seed_generator_state", "StateVar")
 
@@ -25,7 +27,7 @@ _inside = 0
 _kept: Any = None
 
 
-def traced(function: Callable[..., Any], *specs: Any, autograph: bool = True) -> Any:
+def traced(function: Callable[..., Any], *specs: Any) -> Any:
     """The concrete function that TensorFlow traces, whose random numbers are from fresh seeds.
 
     Those of operations are from a seed in its graph, and generators that it captures are drawn
@@ -40,10 +42,8 @@ def traced(function: Callable[..., Any], *specs: Any, autograph: bool = True) ->
         tf.compat.v1.set_random_seed(seed)  # of the graph, and of those within it
         return function(*arguments)
 
-    found = tf.function(seeded, autograph=autograph).get_concrete_function(*specs)
-    definition = found.graph.as_graph_def()
-    nodes = [*definition.node, *(n for each in definition.library.function for n in each.node_def)]
-    known = [n.name for n in nodes if "seed2" in n.attr and _seed_of(n) not in ((0, 0), seed)]
+    found = tf.function(seeded).get_concrete_function(*specs)
+    known = [node.name for node in nodes(found.graph) if _seed_of(node) not in (None, seed)]
     if known:
         raise ValueError(
             f"The function draws random numbers ({known[0]}) in a tf.function that was traced "
@@ -58,8 +58,9 @@ def traced(function: Callable[..., Any], *specs: Any, autograph: bool = True) ->
 
 
 def _seed_of(node):
-    seeds = node.attr["seed"].i, node.attr["seed2"].i
-    return seeds if seeds == (0, 0) else seeds[0]
+    """That of the graph in which it was made; None where it has none, or one of the system's."""
+    has_own = "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i)
+    return node.attr["seed"].i if has_own else None
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
+from dp_keras_opt.clipping.graphs import nodes
 from dp_keras_opt.data import fresh_randomness
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.noise.entropy import process
@@ -41,10 +42,7 @@ def writes_variables(graph) -> bool:
     They read their seed and write the next one in two operations: of batches that are made at the
     same time, two would be given the same random numbers.
     """
-    definition = graph.as_graph_def()
-    functions = [each.node_def for each in definition.library.function]
-    return any(node.op.startswith("Assign") for nodes in (definition.node, *functions)
-               for node in nodes)  # fmt: skip
+    return any(node.op.startswith("Assign") for node in nodes(graph))
 
 
 def in_turn(*functions):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from dp_keras_opt import files
-from dp_keras_opt.clipping.graphs import PYTHON
+from dp_keras_opt.clipping.graphs import PYTHON, nodes
 from dp_keras_opt.model import DPModel, as_published
 from dp_keras_opt.serving import card as cards
 from dp_keras_opt.serving import comparison, signature
@@ -134,9 +134,7 @@ def _write(model, folder, inputs):
 
 
 def _refuse_python(function):
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
-    found = sorted({node.name for node in nodes if node.op in PYTHON})
+    found = sorted({node.name for node in nodes(function.graph) if node.op in PYTHON})
     if found:
         raise ValueError(
             f"The model calls Python code in its graph ({', '.join(found)}), by tf.py_function or "

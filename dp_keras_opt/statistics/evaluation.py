@@ -139,7 +139,9 @@ class Rows:
             )
         if isinstance(data, tf.data.Dataset):
             check_batched(data)
-        self._data = data if isinstance(data, tf.data.Dataset) else examples.of(data)
+        else:
+            data = examples.of(data)
+        self._data = data
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         if isinstance(self._data, tf.data.Dataset):
