@@ -58,6 +58,7 @@ def train(folder, backup):
 
     model.observe_releases(observe)
     data = np.zeros((ROWS, 8), "float32"), np.zeros((ROWS, 2), "float32")
+    remove_if_empty(folder / "backup" / "training_metadata.json")
     checkpoint = (
         keras.callbacks.BackupAndRestore(
             folder / "backup", double_checkpoint=True, delete_checkpoint=False
@@ -66,7 +67,16 @@ def train(folder, backup):
         else keras.callbacks.ModelCheckpoint(saved)
     )
     batches = dp.data.poisson_batches(data, BATCH, steps_per_epoch=STEPS)
-    model.fit(batches, epochs=EPOCHS, verbose=0, callbacks=[checkpoint])
+    try:
+        model.fit(batches, epochs=EPOCHS, verbose=0, callbacks=[checkpoint])
+    finally:
+        model.ledger.unlock()
+
+
+def remove_if_empty(path):
+    """`BackupAndRestore` writes its epoch in place: a kill in between leaves nothing of it."""
+    if path.exists() and not path.stat().st_size:
+        path.unlink()
 
 
 def check(folder):

@@ -14,6 +14,7 @@ import dp_keras_opt as dp
 from dp_keras_opt.accounting import Ledger
 from dp_keras_opt.accounting.journal import Journal
 from dp_keras_opt.training import saved_run
+from tests.nightly import kills
 
 ROOT = pathlib.Path(__file__).parents[2]
 DELTA = 1e-5
@@ -50,6 +51,18 @@ def test_random_kills(signal, kills):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{kills} kills by {signal} survived" in done.stdout
+
+
+def test_a_kill_while_keras_writes_the_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr(kills, "EPOCHS", 2)
+    kills.train(tmp_path, backup=True)
+    (tmp_path / "backup" / "training_metadata.json").write_text("")
+    with monkeypatch.context() as as_it_is:
+        as_it_is.setattr(kills, "remove_if_empty", lambda path: None)
+        with pytest.raises(ValueError, match="Expecting value"):
+            kills.train(tmp_path, backup=True)
+    kills.train(tmp_path, backup=True)  # from the first epoch, with the weights and their ledger
+    assert kills.check(tmp_path) == (40, 40)
 
 
 class Interrupt(keras.callbacks.Callback):
