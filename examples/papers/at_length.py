@@ -21,7 +21,7 @@ written beside it.
   and 3; with noise that follows the step sizes, and with constant noise.
 - delayed (DP²): which of 500 branches of WordNet a noun is in, by a bag of 10,000 words: a linear
   model of 5 million weights, as the paper has it for the tags of StackOverflow; batches of 64,
-  σ = 1, 10,000 steps.
+  σ = 1, 10,000 steps. With fewer (`--steps`) σ stays, and ε is what they cost.
 - scaled (scale-then-privatize): a Transformer of a million weights predicts the next character of
   English prose; batches of 256, 2,000 steps, ε = 10 at δ = 1e-7; all with banded noise.
 
@@ -281,15 +281,24 @@ def scaled():
 EXPERIMENTS = {"filtered": filtered, "uneven": uneven, "delayed": delayed, "scaled": scaled}
 
 
+def shortened(experiment, steps):
+    """The same with runs of as many steps."""
+
+    def short(make):
+        return lambda: dataclasses.replace(make(), steps=steps)
+
+    tasks = {name: short(make) for name, make in experiment.tasks.items()}
+    return dataclasses.replace(experiment, tasks=tasks)
+
+
 def compared(name, experiment, options):
     """{task: its `Comparison`}; every run is written to a file as it ends."""
     found = {}
     for task_name, make in experiment.tasks.items():
         if options.tasks and task_name not in options.tasks:
             continue
-        task, trials, seeds = make(), options.trials, options.seeds
-        if options.quick:
-            task, trials, seeds = dataclasses.replace(task, steps=BANDS), 1, 2
+        trials, seeds = (1, 2) if options.quick else (options.trials, options.seeds)
+        task = make()
         epsilons = options.epsilons or experiment.epsilons(task)
         found[task_name] = dp.tuning.compare(
             task, experiment.candidates, epsilons, experiment.delta(task), trials=trials,
@@ -355,6 +364,7 @@ def main(experiments=EXPERIMENTS, doc=__doc__, folder="at_length"):
     parser.add_argument("--epsilons", nargs="+", type=float, help="else those of the paper")
     parser.add_argument("--trials", type=int, default=6, help="settings for each hyper-parameter")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of a run; else those of the paper")
     options = parser.parse_args()
     if unknown := set(options.experiments) - set(experiments):
         parser.error(f"no experiments: {unknown}; there are {', '.join(experiments)}")
@@ -363,6 +373,8 @@ def main(experiments=EXPERIMENTS, doc=__doc__, folder="at_length"):
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.experiments:
         experiment = experiments[name]()
+        if steps := BANDS if options.quick else options.steps:
+            experiment = shortened(experiment, steps)
         found = compared(name, experiment, options)
         seen = verdict(found, experiment.order) + by_rdp(found, experiment)
         report.write(

@@ -144,6 +144,22 @@ def test_the_budget_of_delayed_is_what_the_papers_noise_costs(made_up):
     np.testing.assert_allclose(sigma, 1.0, rtol=1e-3)
 
 
+def test_fewer_steps_at_the_same_noise_have_a_smaller_budget(made_up, tmp_path, monkeypatch):
+    experiment = at_length.delayed()
+    few = at_length.shortened(experiment, 40).tasks["tags"]()
+    assert few.steps == 40
+    assert few.batch_size == experiment.tasks["tags"]().batch_size == 64
+    (epsilon,) = experiment.epsilons(few)
+    assert epsilon < 0.8 * experiment.epsilons(experiment.tasks["tags"]())[0]
+    seen = {}
+    monkeypatch.setattr(at_length, "compared", lambda name, e, _: seen.update({name: e}) or {})
+    monkeypatch.setattr(at_length.report, "write", lambda *_: None)
+    arguments = ["at_length.py", "delayed", "--steps", "40", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    at_length.main()
+    assert seen["delayed"].tasks["tags"]().steps == 40
+
+
 def test_the_verdict_needs_two_standard_errors(tmp_path):
     rows = [
         {"candidate": name, "epsilon": 3.0, "score": score, "standard_error": 0.01, "values": {},
@@ -204,7 +220,7 @@ def test_the_tables_and_verdicts_are_those_of_the_runs(path):
         for (name, epsilon), (mean, error) in means.items()
     ]  # fmt: skip
     name, task = path.stem.split("-")
-    comparison = dp.tuning.Comparison(rows, higher_is_better=True)  # both are accuracies
+    comparison = dp.tuning.Comparison(rows, higher_is_better=name != "delayed")
     said = at_length.verdict({task: comparison}, at_length.EXPERIMENTS[name]().order)
     for line in said.strip().splitlines():
         assert line.removeprefix("- ").removeprefix(f"{task}, ") in page, line
