@@ -43,6 +43,7 @@ class Task:
         unit: what is protected, as for `accounting.Sampling`.
         steps_per_execution: as for `compile`, or the largest divisor of it that divides an epoch.
             Small models train faster with more than one, at the same cost in privacy.
+        jit_compile: as for `compile`.
 
     Raises:
         ValueError: `steps_per_execution` is no integer of 1 or more.
@@ -62,6 +63,7 @@ class Task:
     physical_batch_size: int | None = None
     unit: str = "example"
     steps_per_execution: int = 1
+    jit_compile: bool | str = "auto"
 
     def __post_init__(self) -> None:
         whole_number(self.steps_per_execution, "steps_per_execution")
@@ -185,6 +187,7 @@ def train(task, candidate, values, epsilon, delta, seed=0, ledger=None, verbose=
         loss=task.loss,
         metrics=metrics,
         steps_per_execution=math.gcd(task.steps_per_execution, len(batches)),
+        jit_compile=task.jit_compile,
     )
     model.fit(batches, epochs=task.steps_of(candidate) // len(batches), verbose=verbose)
     return model
