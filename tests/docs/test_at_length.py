@@ -66,10 +66,17 @@ def made_up_branches(count):
     return np.array(["a hot thing", "a cold thing"])[which], members
 
 
+def made_up_sentences():
+    """Of one kind a word more; words come more than once."""
+    which = np.arange(24_855) % 2
+    return np.array(["he said he said", "he said he wrote"])[which], np.int32(which)
+
+
 @pytest.fixture
 def made_up(monkeypatch):
     monkeypatch.setattr(at_length, "fashion", made_up_pictures)
     monkeypatch.setattr(at_length, "branches", made_up_branches)
+    monkeypatch.setattr(at_length, "testaments", made_up_sentences)
     monkeypatch.setattr(at_length, "prose", lambda: "abcdefgh" * 6_000)
     monkeypatch.setattr(at_length, "TAGS", 5)
 
@@ -90,6 +97,24 @@ def test_branches_can_be_told_apart(made_up):
     before = trained(at_length.tags, "DPSGD", {"learning_rate": 1e-6}, 1)
     after = trained(at_length.tags, "DPSGD", {"learning_rate": 20.0}, 60, clip_norm=1.0)
     assert after < 0.7 * before
+
+
+def test_sentences_can_be_told_apart_by_a_logistic_regression(made_up):
+    task = at_length.sentences()
+    assert len(task.train[1]) == 340 * 64
+    model = task.build()
+    assert model.count_params() == 10_001
+    table = np.zeros((10_001, 1), np.float32)
+    table[:5, 0], table[10_000] = [9.0, 0.5, 0.25, -1.0, 2.0], 4.0  # 0 is no word
+    model.set_weights([table])
+    for row, logit in zip(task.test[0][:20], model.predict(task.test[0][:20]), strict=True):
+        words = set(row) - {0}  # each once, and the one that is in all
+        assert len(words) in (3, 4)
+        assert logit == sum(table[word, 0] for word in words)
+    short = dataclasses.replace(task, steps=60, batch_size=100, steps_per_execution=1)
+    values = {"learning_rate": 3.0, "clip_norm": 1.0}
+    trained = dp.tuning.runs.train(short, at_length.logistic().candidates[0], values, 50.0, 1e-5)
+    assert dp.tuning.runs.score(short, trained, short.test) > 0.95
 
 
 def test_the_transformer_has_a_million_weights():

@@ -173,6 +173,13 @@ def test_executions_take_several_steps(asked, taken, task):
     assert 1.9 < model.ledger.epsilon(DELTA) <= 2.0
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_runs_are_compiled_as_the_task_asks(compiled, task):
+    asked = dataclasses.replace(task, jit_compile=compiled)
+    model = runs.train(asked, SGD, {"learning_rate": 0.1}, 2.0, DELTA)
+    assert model.jit_compile is compiled
+
+
 @pytest.mark.parametrize("steps", [0, "auto"])
 def test_executions_take_a_number_of_steps(steps, task):
     with pytest.raises(ValueError, match="steps_per_execution must be an integer >= 1"):
