@@ -129,6 +129,8 @@ def _settle(copy, layer):
     for part, same in zip(layers_of(layer), layers_of(copy), strict=True):
         if same.trainable != part.trainable:
             same.trainable = part.trainable
+        if hasattr(part, "_released_on"):  # what `adapt_privately` has spent on it
+            same._released_on = part._released_on
     copy.set_weights(layer.get_weights())
 
 

@@ -10,16 +10,16 @@ import warnings
 import weakref
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays, buckets, ending, failures, held, mapping, reading
+from dp_keras_opt.data import arrays, buckets, doubts, ending, failures, held, mapping, reading
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import Columns, OnDisk
 from dp_keras_opt.data.sources.opening import as_source
-from dp_keras_opt.data.sources.tables import ArrowTable
+from dp_keras_opt.data.sources.records import Records
+from dp_keras_opt.data.sources.tables import ArrowTable, HuggingFace
 
 _COMPARED = 64  # records that tell whether workers have the same data
 _TRIED = 1000  # records that cannot be read before it is doubted that any can
@@ -43,6 +43,8 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, padding=None, skip
     if isinstance(data, tf.data.Dataset):
         arrays.check_tuple(data.element_spec)
         data = reading.read(data, lambda size: arrays.check_size(size, max_bytes))
+    else:
+        doubts.refuse_copies(data)
     source = None if isinstance(data, tuple) else as_source(data)
     if source is not None and map is None and hasattr(data, "shape"):  # an array, or a frame
         source = None
@@ -61,27 +63,11 @@ def of(data, class_weight=None, max_bytes=2**40, *, map=None, padding=None, skip
             return InMemory(arrays.as_tensors((x, y, sample_weight)))
         given = (x, y) if sample_weight is None else (x, y, sample_weight)
         source = Columns(tf.nest.map_structure(_own, given))
-    if isinstance(data, keras.utils.PyDataset):
-        _doubt_batches(data)
+    if isinstance(source, Records | HuggingFace):
+        doubts.warn_of_batches(data)
     if isinstance(source, ArrowTable):
         arrays.check_size(source.bytes_in_memory, max_bytes)
     return FromSource(source, map, class_weight, padding, skip_unreadable)
-
-
-def _doubt_batches(data):
-    """Warns of a `PyDataset` of batches, as Keras takes it: each would count as one example."""
-    try:
-        sizes = {np.shape(leaf)[:1] for leaf in tf.nest.flatten(data[0])}
-    except Exception:  # it is told of where it is drawn
-        return
-    if len(sizes) == 1 and sizes != {()}:
-        warnings.warn(
-            f"The elements of the {type(data).__name__} look like batches of {sizes.pop()[0]} "
-            "rows, and each of them would count as one example, drawn and clipped as a whole: ε "
-            "would be that of a batch. Give a PyDataset of single examples; if each element is "
-            "one, as a series with a target for each of its steps, all is well.",
-            stacklevel=5,
-        )
 
 
 class InMemory:
@@ -183,7 +169,8 @@ class FromSource:
         """Refuses a source whose rows depend on what is asked for beside them.
 
         The row of another index, or one that others go into, would be drawn, and clipped, as this
-        one. Of a source whose rows are random nothing can be told.
+        one. Of rows that are random nothing can be told, and a warning says so, unless they are
+        read one by one.
 
         Raises:
             ValueError: a row is another one beside others than alone.
@@ -196,6 +183,15 @@ class FromSource:
         except Exception:  # one cannot be read; where it is drawn it is told of
             return
         if any(_row_digest(several, row) != _row_digest(again, row) for row in range(len(places))):
+            if not getattr(self._source, "is_one_by_one", False):
+                warnings.warn(
+                    f"The rows of `data`, a {type(self._source).__name__}, are others each time "
+                    "they are read, as by random augmentation. So it cannot be tried whether a row "
+                    "depends on those that are asked for beside it, as one that is scaled by the "
+                    "mean of all would: it would be clipped as one example, with others in it. "
+                    "Give rows as they are, and change them in `map`, which sees one at a time.",
+                    stacklevel=6,
+                )
             return
         for row, place in enumerate(places):
             if _row_digest(several, row) != _row_digest(alone[row], 0):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.data import held
+from dp_keras_opt.data.doubts import refuse_copies
 
 _CHUNK = 128  # examples that are read at a time
 _LOOKED_AT = 8  # examples that are read twice
@@ -24,6 +25,7 @@ def read(dataset, check_size):
     """
     spec, n = dataset.element_spec, int(dataset.cardinality())
     _check(spec, n)
+    refuse_copies(dataset)
     _doubt_batches(dataset)
     slabs, rows, size = deque(), 0, 0
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.data.doubts import refuse_copies
 from dp_keras_opt.data.reading import is_batched
 from dp_keras_opt.data.sources.columns import OnDisk, open_column
 
@@ -60,8 +61,9 @@ def check_batched(dataset: tf.data.Dataset) -> None:
     """Refuses a data set of examples: each number or word of one would count as a unit.
 
     Raises:
-        ValueError: `batch` was not called on it, as far as can be told.
+        ValueError: `batch` was not called on it, as far as can be told; or `repeat` was.
     """
+    refuse_copies(dataset)
     if not is_batched(dataset):
         raise ValueError(
             f"The data set has elements {dataset.element_spec}, and nothing shows that these are "

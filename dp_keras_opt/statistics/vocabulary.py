@@ -38,10 +38,11 @@ def word_counts(
     split: Callable[[Any], Any] | None = None,
     without: Iterable[Any] = (),
 ) -> tuple[list[Any], np.ndarray]:
-    """(the words in the data, how many units count for each): a secret.
+    """(the words that a unit counts for, how many count for each): a secret.
 
     Each unit counts once for each of at most `most_per_unit` words of its own. Where it has more,
-    they are drawn at random, without a look at any other unit.
+    they are drawn at random, without a look at any other unit; the others are no words of its:
+    with a count of 0 each would have one more chance to reach the threshold.
 
     Args:
         chunks: arrays of rows, or `tf.RaggedTensor`s, whose elements are words.
@@ -67,9 +68,9 @@ def word_counts(
     every = np.unique(np.concatenate(pairs), axis=0)
     for word in without:
         every = every[every[:, 1] != numbers.get(word, -1)]
-    counts = np.bincount(_capped(every, most_per_unit)[:, 1], minlength=len(numbers))
-    words = [word for word in numbers if word not in without]
-    return words, counts[[numbers[word] for word in words]].astype(np.float64)
+    found, counts = np.unique(_capped(every, most_per_unit)[:, 1], return_counts=True)
+    words = list(numbers)
+    return [words[number] for number in found], counts.astype(np.float64)
 
 
 def _capped(pairs, most):

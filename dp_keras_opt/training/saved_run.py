@@ -117,8 +117,8 @@ def go_on(saved, ledger, sampling, order_seed, filter, model):
         The new name of the run in the ledger.
 
     Raises:
-        ValueError: noise, clip norm, sampling, the order of the examples or the filter of the
-            budget differ.
+        ValueError: noise, its schedule or the place in it, clip norm, sampling, the order of the
+            examples or the filter of the budget differ.
     """
     optimizer = model.optimizer
     segment, conditions = ledger.segment(saved.run, saved.steps), conditions_of(optimizer, sampling)
@@ -126,6 +126,8 @@ def go_on(saved, ledger, sampling, order_seed, filter, model):
         name
         for name, before, now in (
             ("releases (noise)", segment.releases, optimizer.releases),
+            ("noise schedule", segment.schedule, optimizer.noise_schedule),
+            ("number of steps", segment.last_step, int(optimizer.iterations)),
             ("clip norm", segment.clip_norm, stated(optimizer.clip_norm)),
             ("sampling", segment.sampling, sampling),
             ("seed, or way to state the sampling", segment.conditions, conditions),

@@ -399,3 +399,17 @@ def test_a_network_of_keras_applications():
     assert (
         np.ptp(fixed.predict(np.random.default_rng(0).normal(size=(3, 32, 32, 3)), verbose=0)) > 0
     )
+
+
+def test_a_copy_has_what_its_layers_were_adapted_with():
+    private = dp.statistics.PrivateData(dp.accounting.Ledger())
+    normalization = keras.layers.Normalization()
+    x = np.random.default_rng(0).normal(3.0, 1.0, (1000, 2))
+    dp.statistics.adapt_privately(normalization, x, private, 2.0, 1e-6, bounds=(0, 6))
+    inputs = keras.Input((2,))
+    hidden = keras.Sequential([normalization, keras.layers.Dense(4)])(inputs)  # nested, too
+    outputs = keras.layers.Dense(1)(keras.layers.BatchNormalization()(hidden))
+    fixed = dp.make_private(dp.clipping.fix(keras.Model(inputs, outputs)))
+    spent = private.ledger.epsilon(1e-5)
+    assert fixed.ledger.epsilon(1e-5) == pytest.approx(spent) and spent > 1.0
+    assert "Statistic" in fixed.statement(1e-5)

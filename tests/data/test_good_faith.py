@@ -110,7 +110,8 @@ def test_augmentation_in_a_source_is_none_of_that():
             ragged[:] = [np.arange(i % 3 + 1) for i in indices]
             return {"text": texts, "ids": ragged, "nan": np.full(len(indices), np.nan)}
 
-    assert len(dp.data.poisson_batches(Augmented(), B)) == 5
+    with pytest.warns(UserWarning, match="others each time"):
+        assert len(dp.data.poisson_batches(Augmented(), B)) == 5
     length = tf.strings.length
     batches = dp.data.poisson_batches(
         Strings(), B, map=lambda row: (length(row["text"]), row["ids"][0])
@@ -132,6 +133,106 @@ def test_a_pydataset_of_batches_draws_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dp.data.poisson_batches(OneByOne(), 2, map=lambda x, y: (x, y))
+
+
+class Together(Own):
+    """Rows that are asked for together, as data sets of PyTorch may have."""
+
+    batch = 1
+
+    def __len__(self):
+        return N // self.batch
+
+    def __getitem__(self, index):
+        rows = slice(self.batch * index, self.batch * (index + 1))
+        return (X[index], Y[index]) if self.batch == 1 else (X[rows], Y[rows])
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class TogetherInBatches(Together):
+    batch = 4
+
+
+def test_batches_of_other_libraries_draw_a_warning():
+    datasets, grain = pytest.importorskip("datasets"), pytest.importorskip("grain")
+    pairs = grain.MapDataset.source(list(zip(X, Y, strict=True)))
+    rows = datasets.Dataset.from_dict({"x": X, "y": Y})
+    map = {"map": lambda row: (row["x"], row["y"])}
+    for data, how in [(pairs, {}), (rows, map), (Together(), {})]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            dp.data.poisson_batches(data, 2, **how)
+    for data, how in [(pairs.batch(4), {}), (rows.batch(4), map), (TogetherInBatches(), {})]:
+        with pytest.warns(UserWarning, match="look like batches of 4 rows") as found:
+            dp.data.poisson_batches(data, 2, **how)
+        assert found[0].filename == __file__
+
+
+def repeated(kind):
+    if kind.startswith("tensorflow"):
+        examples = tf.data.Dataset.from_tensor_slices((X, Y))
+        return {
+            "tensorflow": examples.repeat(3),
+            "tensorflow, within": examples.repeat(3).map(lambda x, y: (x, y)).take(5),
+            "tensorflow, endless": examples.repeat().take(100),
+        }[kind]
+    if kind == "grain":
+        grain = pytest.importorskip("grain")
+        return grain.MapDataset.source(list(zip(X, Y, strict=True))).repeat(3).shuffle(seed=1)
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": X, "y": Y})
+    if kind == "arrow":
+        return pytest.importorskip("pyarrow").concat_tables([rows.data.table] * 2)
+    return rows.repeat(3) if kind == "hugging face" else rows.select([0, 1, 2, 0])
+
+
+@pytest.mark.parametrize("kind", [
+    "tensorflow", "tensorflow, within", "tensorflow, endless", "grain", "hugging face", "arrow",
+    "indices",
+])  # fmt: skip
+def test_repeated_examples_are_refused(kind):
+    with pytest.raises(ValueError, match="its examples several times"):
+        dp.data.poisson_batches(repeated(kind), 2, map=lambda *row: (row[0], row[0]))
+
+
+def test_what_is_not_repeated_is_taken():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": X, "y": Y})
+    parts = datasets.concatenate_datasets([rows.select(range(5)), rows.select(range(5, 9))])
+    for data in (rows.select([3, 1, 2]), parts, rows.shuffle(seed=1), rows.shard(3, 1)):
+        batches = dp.data.poisson_batches(data, 2, map=lambda row: (row["x"], row["y"]))
+        assert batches.sampling.num_examples == len(data)
+    once = tf.data.Dataset.from_tensor_slices((X, Y)).repeat(1)
+    assert dp.data.poisson_batches(once, 2).sampling.num_examples == N
+
+
+def test_a_transform_of_hugging_face_sees_one_row_at_a_time():
+    """What it takes the mean of is a row, also where random numbers hide that from any check."""
+    datasets = pytest.importorskip("datasets")
+    seen = []
+
+    def centred(rows):
+        x = np.array(rows["x"], "float32")
+        seen.append(len(x))
+        return {"x": x - x.mean(axis=0) + np.random.normal(size=x.shape), "y": rows["y"]}
+
+    rows = datasets.Dataset.from_dict({"x": X, "y": Y}).with_transform(centred)
+    batches = dp.data.poisson_batches(rows, B, map=lambda row: (row["x"], row["y"]))
+    assert len(list(batches)) == len(batches)
+    assert set(seen) == {1}
+
+
+def test_random_rows_that_are_read_together_draw_a_warning():
+    class Centred(Own):
+        def __getitem__(self, indices):
+            x = X[indices]
+            return x - x.mean(axis=0) + np.random.normal(size=x.shape), Y[indices]
+
+    with pytest.warns(UserWarning, match="depends on those that are asked for") as found:
+        dp.data.poisson_batches(Centred(), B)
+    assert found[0].filename == __file__
 
 
 DATASET = tf.data.Dataset.from_tensor_slices(np.zeros((12, 3)))

@@ -28,6 +28,7 @@ class Records:
         module = type(records).__module__.partition(".")[0]
         # One reader for all threads is what these two promise; of other classes nothing is known.
         self.is_thread_safe = module in ("array_record", "grain")
+        self.is_one_by_one = not hasattr(records, "__getitems__")
 
     def __len__(self) -> int:
         if isinstance(self.records, keras.utils.PyDataset):
@@ -36,8 +37,6 @@ class Records:
 
     def __getitem__(self, indices: np.ndarray) -> Any:
         places = indices.tolist()
-        if hasattr(self.records, "__getitems__"):
-            records = self.records.__getitems__(places)
-        else:
-            records = [self.records[place] for place in places]
-        return stacked(records)
+        if self.is_one_by_one:
+            return stacked([self.records[place] for place in places])
+        return stacked(self.records.__getitems__(places))

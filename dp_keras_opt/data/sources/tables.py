@@ -6,7 +6,7 @@ import numpy as np
 
 from dp_keras_opt.data.sources.files import Unchanged
 from dp_keras_opt.data.sources.packages import of_extra_data
-from dp_keras_opt.data.sources.stacking import column
+from dp_keras_opt.data.sources.stacking import column, stacked
 
 
 class ArrowTable:
@@ -63,12 +63,16 @@ class HuggingFace:
         if dataset.format["type"] is None:
             dataset = dataset.with_format("numpy" if decodes else "arrow")
         self._dataset = dataset
+        #: Whether a function of the user's makes the rows, which is given one at a time.
+        self.is_one_by_one = dataset.format["type"] == "custom"
         self._files = Unchanged(each["filename"] for each in dataset.cache_files)
 
     def __len__(self):
         return len(self._dataset)
 
     def __getitem__(self, indices):
+        if self.is_one_by_one:
+            return stacked([self._dataset[place] for place in indices.tolist()])
         rows = self._dataset[indices]
         return arrays_of(rows) if hasattr(rows, "column_names") else _plain(rows)
 

@@ -1,0 +1,74 @@
+"""What data given to a sampler seem to be, and must not be: batches, or examples several times."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dp_keras_opt.data.sources.stacking import without_lists
+
+
+def refuse_copies(data: Any) -> None:
+    """Refuses data in which `repeat` or a list of indices has the examples several times.
+
+    n would be that many times too large, and each copy would be drawn, and clipped, by itself.
+    What is copied otherwise cannot be seen.
+
+    Raises:
+        ValueError: it is such data.
+    """
+    if _is_repeated(data):
+        raise ValueError(
+            f"`data`, a {type(data).__name__}, has its examples several times, by `repeat` or by "
+            "indices that come twice: the probability of an example would be batch_size / n of an "
+            "n that is too large, and each of its copies would be drawn by itself. Leave it out: "
+            "`epochs` and `steps_per_epoch` say how long a training is."
+        )
+
+
+def _is_repeated(data):
+    package = type(data).__module__.partition(".")[0]
+    if package == "datasets" and hasattr(data, "cache_files"):
+        indices = data._indices
+        return _has_twice(data.data) or (
+            indices is not None and len(set(indices.column(0).to_pylist())) < len(data)
+        )
+    if package == "pyarrow" and hasattr(data, "column"):
+        return _has_twice(data)
+    # By the names of classes, as TensorFlow and grain tell nothing else.
+    if "RepeatDataset" in type(data).__name__:
+        return int(data._count) != 1
+    if type(data).__name__ == "RepeatMapDataset":
+        return True
+    before = getattr(data, "parents", None) or getattr(data, "_inputs", tuple)()
+    return any(map(_is_repeated, before))
+
+
+def _has_twice(table):
+    """Whether a table of Arrow has the same memory twice."""
+    if not table.num_columns:
+        return False
+    chunks = [chunk for chunk in table.column(0).chunks if len(chunk)]
+    places = [
+        (chunk.offset, *(each and each.address for each in chunk.buffers())) for chunk in chunks
+    ]
+    return len(set(places)) < len(places)
+
+
+def warn_of_batches(data: Any) -> None:
+    """Warns of single elements that look like batches: each would count as one example."""
+    try:
+        sizes = {np.shape(leaf)[:1] for leaf in tf.nest.flatten(without_lists(data[0]))}
+    except Exception:  # it is told of where it is drawn
+        return
+    if len(sizes) == 1 and sizes != {()}:
+        warnings.warn(
+            f"The elements of the {type(data).__name__} look like batches of {sizes.pop()[0]} "
+            "rows, and each of them would count as one example, drawn and clipped as a whole: ε "
+            "would be that of a batch. Give single examples; if each element is one, as a series "
+            "with a target for each of its steps, all is well.",
+            stacklevel=5,
+        )
