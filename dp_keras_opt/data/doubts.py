@@ -32,19 +32,20 @@ def refuse_copies(data: Any) -> None:
 def _is_repeated(data):
     package = type(data).__module__.partition(".")[0]
     if package == "datasets" and hasattr(data, "cache_files"):
-        indices = data._indices
+        indices = data._indices and data._indices.column(0)
         return _has_twice(data.data) or (
-            indices is not None and len(set(indices.column(0).to_pylist())) < len(data)
+            indices is not None and len(indices.unique()) < len(indices)
         )
     if package == "pyarrow" and hasattr(data, "column"):
         return _has_twice(data)
     # By the names of classes, as TensorFlow and grain tell nothing else.
-    if "RepeatDataset" in type(data).__name__:
-        return int(data._count) != 1
-    if type(data).__name__ == "RepeatMapDataset":
-        return True
-    before = getattr(data, "parents", None) or getattr(data, "_inputs", tuple)()
-    return any(map(_is_repeated, before))
+    if isinstance(data, tf.data.Dataset):
+        repeats = "RepeatDataset" in type(data).__name__ and int(data._count) != 1
+        return repeats or any(map(_is_repeated, data._inputs()))
+    if package == "grain":
+        repeats = type(data).__name__ == "RepeatMapDataset"
+        return repeats or any(map(_is_repeated, getattr(data, "parents", ())))
+    return False
 
 
 def _has_twice(table):
@@ -72,3 +73,31 @@ def warn_of_batches(data: Any) -> None:
             "with a target for each of its steps, all is well.",
             stacklevel=5,
         )
+
+
+def warn_of_batched_dataset(dataset: tf.data.Dataset) -> None:
+    """Warns of a data set that was cut into batches: each would count as one example."""
+    sizes = {
+        leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(dataset.element_spec)
+    }
+    if len(sizes) == 1 and None not in sizes and is_batched(dataset):
+        (size,) = sizes
+        warnings.warn(
+            f"`data` looks like batches of {size} rows, and each of them would count as one "
+            "example, drawn and clipped as a whole. If the rows are the examples, call "
+            "`.unbatch()`; if each is one example, as a window of a series, all is well.",
+            stacklevel=6,
+        )
+
+
+def is_batched(dataset: tf.data.Dataset) -> bool:
+    """Whether `batch` was called on the data set, and its batches were not taken apart since.
+
+    TensorFlow tells by the private names of its classes only; where they differ, it is not known.
+    """
+    kind = type(dataset).__name__
+    if "BatchDataset" in kind:  # not _UnbatchDataset, nor _RebatchDataset
+        return True
+    inputs = getattr(dataset, "_inputs", list)()
+    is_of_others = any(each in kind for each in ("Unbatch", "FlatMap", "Interleave"))
+    return bool(inputs) and not is_of_others and all(map(is_batched, inputs))

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.data import held
-from dp_keras_opt.data.doubts import refuse_copies
+from dp_keras_opt.data.doubts import refuse_copies, warn_of_batched_dataset
 
 _CHUNK = 128  # examples that are read at a time
 _LOOKED_AT = 8  # examples that are read twice
@@ -26,7 +26,7 @@ def read(dataset, check_size):
     spec, n = dataset.element_spec, int(dataset.cardinality())
     _check(spec, n)
     refuse_copies(dataset)
-    _doubt_batches(dataset)
+    warn_of_batched_dataset(dataset)
     slabs, rows, size = deque(), 0, 0
     try:
         for chunk in dataset.batch(_CHUNK).as_numpy_iterator():
@@ -84,32 +84,6 @@ def _joined(slabs, rows):
     return rooms
 
 
-def _doubt_batches(dataset):
-    """Warns of a data set that was cut into batches: each would count as one example."""
-    sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in _leaves(dataset)}
-    if len(sizes) == 1 and None not in sizes and is_batched(dataset):
-        (size,) = sizes
-        warnings.warn(
-            f"`data` looks like batches of {size} rows, and each of them would count as one "
-            "example, drawn and clipped as a whole. If the rows are the examples, call "
-            "`.unbatch()`; if each is one example, as a window of a series, all is well.",
-            stacklevel=6,
-        )
-
-
-def is_batched(dataset):
-    """Whether `batch` was called on the data set, and its batches were not taken apart since.
-
-    TensorFlow tells by the private names of its classes only; where they differ, it is not known.
-    """
-    kind = type(dataset).__name__
-    if "BatchDataset" in kind:  # not _UnbatchDataset, nor _RebatchDataset
-        return True
-    inputs = getattr(dataset, "_inputs", list)()
-    is_of_others = any(each in kind for each in ("Unbatch", "FlatMap", "Interleave"))
-    return bool(inputs) and not is_of_others and all(map(is_batched, inputs))
-
-
 def _doubt_randomness(dataset, arrays):
     """Warns of examples that are others each time they are read: here they are read once."""
     try:
@@ -148,7 +122,3 @@ def _finds(example, arrays):
         if same.any():
             return True
     return False
-
-
-def _leaves(dataset):
-    return tf.nest.flatten(dataset.element_spec)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt.data.doubts import refuse_copies
-from dp_keras_opt.data.reading import is_batched
+from dp_keras_opt.data.doubts import is_batched, refuse_copies
 from dp_keras_opt.data.sources.columns import OnDisk, open_column
 
 #: So many rows are looked at together.

@@ -6,6 +6,7 @@ its index alone, padding must be nothing, and a unit must be clipped whole, and 
 
 import dataclasses
 import os
+import pathlib
 import threading
 import warnings
 
@@ -15,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import dp_keras_opt as dp
-from dp_keras_opt.data import reading
+from dp_keras_opt.data import doubts
 
 N, B, K, CLIP = 37, 8, 3, 0.05
 _rng = np.random.default_rng(0)
@@ -208,6 +209,11 @@ def test_what_is_not_repeated_is_taken():
     assert dp.data.poisson_batches(once, 2).sampling.num_examples == N
 
 
+def test_the_folders_of_a_path_are_not_walked_as_data():
+    """They are its `parents`, each with its own: of forty folders a walk would not end."""
+    doubts.refuse_copies(pathlib.Path("/".join("folder" for _ in range(40))))
+
+
 def test_a_transform_of_hugging_face_sees_one_row_at_a_time():
     """What it takes the mean of is a row, also where random numbers hide that from any check."""
     datasets = pytest.importorskip("datasets")
@@ -247,7 +253,7 @@ SLICES = tf.data.Dataset.from_tensor_slices
     keras.utils.timeseries_dataset_from_array(np.arange(9.0), np.arange(9.0), 2),
 ])  # fmt: skip
 def test_what_is_in_batches_is_known(dataset):
-    assert reading.is_batched(dataset)
+    assert doubts.is_batched(dataset)
 
 
 @pytest.mark.parametrize("dataset", [
@@ -257,7 +263,7 @@ def test_what_is_in_batches_is_known(dataset):
     tf.data.Dataset.from_generator(lambda: [[1.0]], output_signature=tf.TensorSpec([None])),
 ])  # fmt: skip
 def test_examples_are_not_taken_for_batches(dataset):
-    assert not reading.is_batched(dataset)
+    assert not doubts.is_batched(dataset)
 
 
 def test_a_source_of_one_example_and_of_examples_that_cannot_be_read():
