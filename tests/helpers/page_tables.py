@@ -50,7 +50,7 @@ def cells(page, name):
     """(candidate, ε) -> what the table after the comment with this name shows, unless nothing."""
     table = re.search(rf"^<!-- {name} -->\n\n(.*?)\n\n", page, re.M | re.S).group(1)
     header, _, *lines = table.splitlines()
-    epsilons = [float(e) for e in re.findall(r"ε = (\d+)", header)]
+    epsilons = [float(e) for e in re.findall(r"ε = ([\d.]+)", header)]
     found = {}
     for line in lines:
         candidate, *values = (cell.strip() for cell in line.strip("|").split("|"))
