@@ -136,17 +136,17 @@ def go_on(saved, ledger, sampling, order_seed, filter, model):
         )
         if before != now
     ]
-    if different:
-        raise ValueError(
-            f"The resumed run had another {' and another '.join(different)}. Go on as it was, "
-            "with what resume_run returned as the data's order_seed; or compile the model "
-            "anew, which begins a new run."
-        )
     if filter is not None and segment != [each for each in ledger.segments if each.steps][-1]:
         raise ValueError(
             "Other steps ran since the run was saved. Under a privacy filter a run goes on only "
             "where it was the last, since what began after it counted its steps as they were. "
             "Compile the model anew, which begins a new run."
+        )
+    if different:
+        raise ValueError(
+            f"The resumed run had another {' and another '.join(different)}. Go on as it was, "
+            "with what resume_run returned as the data's order_seed; or compile the model "
+            "anew, which begins a new run."
         )
     optimizer.ensure_built(model.trainable_variables)
     optimizer.noise_source.memory.load(saved.memories, saved.steps)
