@@ -32,7 +32,8 @@ def refuse_copies(data: Any) -> None:
 def _is_repeated(data):
     package = type(data).__module__.partition(".")[0]
     if package == "datasets" and hasattr(data, "cache_files"):
-        indices = data._indices and data._indices.column(0)
+        table = data._indices  # a table without rows is false, but there
+        indices = None if table is None else table.column(0)
         return _has_twice(data.data) or (
             indices is not None and len(indices.unique()) < len(indices)
         )

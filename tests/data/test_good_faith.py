@@ -214,6 +214,12 @@ def test_the_folders_of_a_path_are_not_walked_as_data():
     doubts.refuse_copies(pathlib.Path("/".join("folder" for _ in range(40))))
 
 
+def test_no_rows_of_hugging_face_are_no_copies():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0]}).shuffle(seed=0)
+    doubts.refuse_copies(rows.filter(lambda row: False, keep_in_memory=True))
+
+
 def test_a_transform_of_hugging_face_sees_one_row_at_a_time():
     """What it takes the mean of is a row, also where random numbers hide that from any check."""
     datasets = pytest.importorskip("datasets")
