@@ -55,6 +55,11 @@ class Filter(abc.ABC):
     #: Whether it has gradients taken at other points than the weights.
     chooses_points = False
 
+    @property
+    def smooths(self) -> bool:
+        """Whether what it gives out is an average over time, which lags behind the gradient."""
+        return True
+
     @abc.abstractmethod
     def build(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]

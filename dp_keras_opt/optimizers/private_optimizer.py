@@ -239,7 +239,8 @@ class PrivateOptimizer(UpdatesOnce):
         if self.projection is not None:
             self._check_projection()
             self.projection.select(variables)
-        if self.gradient_filter is not None and self.has_momentum:
+        smooths = self.gradient_filter is not None and self.gradient_filter.smooths
+        if smooths and self.has_momentum:
             warnings.warn(
                 f"{type(self).__name__} has momentum and a gradient_filter: both smooth, and the "
                 "step lags behind the gradient by their sum. Set one of them only.",

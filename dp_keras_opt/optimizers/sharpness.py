@@ -41,6 +41,10 @@ class SharpnessAware(AtPoints):
         self.radius = float(radius)
         super().__init__(then)
 
+    @property
+    def smooths(self) -> bool:
+        return self.then is not None and self.then.smooths
+
     def _prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
     ) -> None:

@@ -504,6 +504,18 @@ def test_warns_where_filter_and_momentum_both_smooth(optimizer):
         optimizer.build([keras.Variable(np.zeros(3))])
 
 
+def test_a_filter_that_averages_nothing_goes_with_momentum_unwarned(recwarn):
+    def warned(then):
+        recwarn.clear()
+        sharpness_aware = filters.SharpnessAware(0.1, then)
+        optimizer = DPSGD(momentum=0.9, gradient_filter=sharpness_aware, **PRIVATE)
+        optimizer.build([keras.Variable(np.zeros(3))])
+        return any("both smooth" in str(each.message) for each in recwarn)
+
+    assert not warned(None)
+    assert warned("f1")
+
+
 def test_is_fixed_once_built():
     optimizer = DPSGD(gradient_filter="f1", **PRIVATE)
     optimizer.build([keras.Variable(np.zeros(3))])
