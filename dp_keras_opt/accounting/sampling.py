@@ -117,6 +117,8 @@ class Sampling(metaclass=_TakesKindFirst):
     draws_passes: ClassVar[bool] = False
     #: Whether each unit comes once in an epoch of batches that together have all.
     deals_epochs: ClassVar[bool] = False
+    #: Whether all passes go through the units in one order.
+    has_one_order: ClassVar[bool] = False
     #: Whether epsilon rests on an assumption that is not proven for this sampling.
     is_heuristic: ClassVar[bool] = False
     #: Whether a batch is all of the data, so that its size is no choice.
@@ -884,6 +886,7 @@ class FixedOrder(_OncePerEpoch):
     """Epochs in one order: a unit's steps are exactly an epoch's length apart."""
 
     kind = "fixed_order"
+    has_one_order = True
 
     @property
     def separation(self) -> int | None:

@@ -16,6 +16,7 @@ from dp_keras_opt._keras import is_grain_dataset, is_tf_dataset, is_torch_datalo
 from dp_keras_opt.accounting.sampling import Sampling
 from dp_keras_opt.data import failures, fresh_randomness
 from dp_keras_opt.data.buckets import Blocks, blocks_of
+from dp_keras_opt.data.doubts import is_reshuffled
 from dp_keras_opt.data.mapping import writes_variables
 from dp_keras_opt.workers import place
 
@@ -102,19 +103,29 @@ class Batches:
             )
         pair = self.dataset.map(lambda x, y, *rows: (x, y)).unbatch().element_spec
         one = fresh_randomness.traced(function, *pair)
-        signature = tf.nest.map_structure(tf.type_spec_from_value, one.structured_outputs)
-        if not isinstance(signature, tuple) or len(signature) != 2:
+        made = one.structured_outputs
+        if not isinstance(made, tuple) or len(made) != 2:
+            found = tf.nest.map_structure(tf.type_spec_from_value, made)
             raise TypeError(
-                f"function(x, y) must return a tuple (x, y) of one example; it returns {signature}."
+                f"function(x, y) must return a tuple (x, y) of one example; it returns {found}."
+            )
+        signature = [tf.type_spec_from_value(leaf) for leaf in _present(made)]
+
+        def each(*leaves):
+            return tf.map_fn(
+                lambda row: _present(one(*_filled(pair, row))),
+                leaves,
+                fn_output_signature=signature,
             )
 
-        def each(x, y, *rows):
-            mapped = tf.map_fn(lambda pair: one(*pair), (x, y), fn_output_signature=signature)
-            return (*mapped, *rows)
-
-        traced = tf.function(each).get_concrete_function(*self.dataset.element_spec)
+        traced = tf.function(each).get_concrete_function(*_present(self.dataset.element_spec[:2]))
         at_once = None if writes_variables(traced.graph) else tf.data.AUTOTUNE
-        mapped = self.dataset.map(traced, num_parallel_calls=at_once)
+        held = fresh_randomness.is_drawn_in_operations(traced)
+        run = _called_from_python(traced) if held else traced
+        mapped = self.dataset.map(
+            lambda x, y, *rows: (*_filled(made, run(*_present((x, y)))), *rows),
+            num_parallel_calls=at_once,
+        )
         return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))
 
     @property
@@ -136,6 +147,35 @@ class Batches:
 
     def __bool__(self):
         return True  # not len(self), which may be unknown
+
+
+def _present(structure):
+    """The leaves of a structure of tensors, or of specs, but for those that are None."""
+    return [leaf for leaf in tf.nest.flatten(structure) if not _is_none(leaf)]
+
+
+def _filled(structure, leaves):
+    """The structure with these leaves, and None where it has that."""
+    rest = iter(leaves)
+    return tf.nest.map_structure(lambda old: None if _is_none(old) else next(rest), structure)
+
+
+def _is_none(leaf):
+    return leaf is None or isinstance(leaf, type(tf.type_spec_from_value(None)))
+
+
+def _called_from_python(traced):
+    """The same traced function for `tf.data`, which calls it from Python."""
+    specs = [tf.type_spec_from_value(tensor) for tensor in traced.structured_outputs]
+
+    def run(*leaves):
+        found = tf.py_function(lambda *given: traced(*given), leaves, specs)
+        for tensor, spec in zip(found, specs, strict=True):
+            if isinstance(spec, tf.TensorSpec):
+                tensor.set_shape(spec.shape)
+        return found
+
+    return run
 
 
 Batches.__init__ = deprecation.renamed_arguments(  # type: ignore[method-assign]
@@ -167,7 +207,8 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
     Raises:
         TypeError: if `sampling` is no `Sampling`, or `data` are no batches, or are `Batches`.
         ValueError: if all batches are of one size, and `sampling` states another; if it is that of
-            batches whose sizes change.
+            batches whose sizes change; if it states one order, and the data are shuffled anew in
+            each pass.
     """
     if not isinstance(sampling, Sampling):
         raise TypeError(
@@ -190,6 +231,12 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
             "`sampling` belongs to batches whose expected sizes follow the steps of their own "
             "passes. Pass those batches to fit, changed by their map where need be, or state "
             "Sampling.poisson(num_examples, batch_sizes) of batches of your own."
+        )
+    if sampling.has_one_order and is_reshuffled(data):
+        raise ValueError(
+            "`sampling` states one order for all passes, but `data` are shuffled anew in each, so "
+            "that an example would come back after fewer steps than is accounted. Call "
+            "shuffle(..., reshuffle_each_iteration=False), or state Sampling.shuffled."
         )
     workers = place()[1]
     size = _fixed_batch_size(data)

@@ -1,4 +1,4 @@
-"""What data given to a sampler seem to be, and must not be: batches, or examples several times."""
+"""What data seem to be, and must not be: batches, examples several times, or shuffled anew."""
 
 from __future__ import annotations
 
@@ -41,12 +41,23 @@ def _is_repeated(data):
         return _has_twice(data)
     # By the names of classes, as TensorFlow and grain tell nothing else.
     if isinstance(data, tf.data.Dataset):
-        repeats = "RepeatDataset" in type(data).__name__ and int(data._count) != 1
-        return repeats or any(map(_is_repeated, data._inputs()))
+        kind, inputs = type(data).__name__, data._inputs()
+        if "ZipDataset" in kind:  # beside examples, one thing that stands beside each is no copy
+            inputs = [each for each in inputs if not _is_one_repeated(each)]
+        twice = "ConcatenateDataset" in kind and inputs[0] is inputs[1]
+        return twice or _repeats(data) or any(map(_is_repeated, inputs))
     if package == "grain":
         repeats = type(data).__name__ == "RepeatMapDataset"
         return repeats or any(map(_is_repeated, getattr(data, "parents", ())))
     return False
+
+
+def _repeats(dataset):
+    return "RepeatDataset" in type(dataset).__name__ and int(dataset._count) != 1
+
+
+def _is_one_repeated(dataset):
+    return _repeats(dataset) and int(dataset._inputs()[0].cardinality()) == 1
 
 
 def _has_twice(table):
@@ -58,6 +69,15 @@ def _has_twice(table):
         (chunk.offset, *(each and each.address for each in chunk.buffers())) for chunk in chunks
     ]
     return len(set(places)) < len(places)
+
+
+def is_reshuffled(data: Any) -> bool:
+    """Whether a `tf.data.Dataset` comes in another order whenever it is gone through."""
+    kind = type(data).__name__
+    if not isinstance(data, tf.data.Dataset) or "CacheDataset" in kind:
+        return False
+    anew = "ShuffleDataset" in kind and getattr(data, "_reshuffle_each_iteration", True)
+    return bool(anew) or any(map(is_reshuffled, data._inputs()))
 
 
 def warn_of_batches(data: Any) -> None:

@@ -57,6 +57,15 @@ def traced(function: Callable[..., Any], *specs: Any) -> Any:
     return found
 
 
+def is_drawn_in_operations(function: Any) -> bool:
+    """Whether a traced function draws random numbers in operations, whose state is their own.
+
+    `tf.data` makes them anew, from the same seeds, whenever data are gone through again. Called
+    from Python, a function keeps them.
+    """
+    return any(_seed_of(node) is not None for node in nodes(function.graph))
+
+
 def _seed_of(node):
     """That of the graph in which it was made; None where it has none, or one of the system's."""
     has_own = "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i)

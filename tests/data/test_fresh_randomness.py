@@ -59,13 +59,18 @@ TRACED = {
 }
 
 
+def changed(given, by):
+    if by == "map":
+        return dp.data.poisson_batches((ONES, ONES), N, steps_per_epoch=1, map=given)
+    return dp.data.poisson_batches((ONES, ONES), N, steps_per_epoch=1).map(given)
+
+
 def drawn(make, by="map"):
     keras.utils.set_random_seed(0)
-    given = make()
-    if by == "map":
-        batches = dp.data.poisson_batches((ONES, ONES), N, steps_per_epoch=1, map=given)
-    else:
-        batches = dp.data.poisson_batches((ONES, ONES), N, steps_per_epoch=1).map(given)
+    return numbers(changed(make(), by))
+
+
+def numbers(batches):
     x, _, rows = next(iter(batches))
     found = x.numpy()[rows.mask.numpy() > 0].ravel()
     assert len(found) == N and len(set(found)) > N - 3
@@ -77,6 +82,32 @@ def drawn(make, by="map"):
 def test_what_tensorflow_traces_draws_anew(make, by):
     """An example more gave all others other numbers of a known list: ε = 0.43 for 14."""
     assert len(drawn(make, by) & drawn(make, by)) < 3
+
+
+@pytest.mark.parametrize("by", ["map", "Batches.map"])
+@pytest.mark.parametrize("make", TRACED.values(), ids=TRACED)
+def test_each_pass_draws_anew(make, by):
+    """What is seen of one pass says nothing of who gets which numbers in the next."""
+    batches = changed(make(), by)
+    assert len(numbers(batches) & numbers(batches)) < 3
+
+
+def test_a_random_function_of_batches_keeps_structures_and_shapes():
+    pictures = {"picture": np.arange(96, dtype="float32").reshape(8, 2, 2, 3), "id": np.arange(8)}
+    batches = dp.data.poisson_batches((pictures, None), 8, steps_per_epoch=1)
+
+    def flipped(x, y):
+        words = tf.RaggedTensor.from_row_lengths([x["id"]], [1])
+        return {**x, "picture": tf.image.random_flip_left_right(x["picture"])}, words
+
+    mapped = batches.map(flipped)
+    assert mapped.dataset.element_spec[0]["picture"].shape[1:] == (2, 2, 3)
+    ((x, words, rows),) = mapped
+    np.testing.assert_array_equal(words.to_tensor()[:, 0, 0], x["id"])
+    for picture, number in zip(x["picture"].numpy(), x["id"].numpy(), strict=True):
+        expected = pictures["picture"][number]
+        assert any(np.array_equal(picture, each) for each in (expected, expected[:, ::-1]))
+    assert rows.mask.shape == x["id"].shape
 
 
 @pytest.mark.parametrize("function", [of_numpy, of_python])

@@ -178,6 +178,7 @@ def repeated(kind):
             "tensorflow": examples.repeat(3),
             "tensorflow, within": examples.repeat(3).map(lambda x, y: (x, y)).take(5),
             "tensorflow, endless": examples.repeat().take(100),
+            "tensorflow, to itself": examples.concatenate(examples),
         }[kind]
     if kind == "grain":
         grain = pytest.importorskip("grain")
@@ -190,8 +191,8 @@ def repeated(kind):
 
 
 @pytest.mark.parametrize("kind", [
-    "tensorflow", "tensorflow, within", "tensorflow, endless", "grain", "hugging face", "arrow",
-    "indices",
+    "tensorflow", "tensorflow, within", "tensorflow, endless", "tensorflow, to itself", "grain",
+    "hugging face", "arrow", "indices",
 ])  # fmt: skip
 def test_repeated_examples_are_refused(kind):
     with pytest.raises(ValueError, match="its examples several times"):
@@ -207,6 +208,24 @@ def test_what_is_not_repeated_is_taken():
         assert batches.sampling.num_examples == len(data)
     once = tf.data.Dataset.from_tensor_slices((X, Y)).repeat(1)
     assert dp.data.poisson_batches(once, 2).sampling.num_examples == N
+
+
+def test_windows_of_a_series_are_taken():
+    """Keras repeats the beginnings of all windows beside the number of each."""
+    windows = keras.utils.timeseries_dataset_from_array(X, Y, 3, batch_size=None)
+    assert dp.data.poisson_batches(windows, 2).sampling.num_examples == N - 2
+
+
+def test_an_order_that_changes_is_not_fixed():
+    examples, size = tf.data.Dataset.from_tensor_slices((X, Y)), 3
+    fixed = dp.accounting.Sampling.fixed_order(N, size)
+    shuffled = examples.shuffle(N)
+    with pytest.raises(ValueError, match="shuffled anew"):
+        dp.data.assume_sampling(shuffled.batch(size).prefetch(1), fixed)
+    once = examples.shuffle(N, reshuffle_each_iteration=False)
+    for data in (once, shuffled.cache(), examples):
+        dp.data.assume_sampling(data.batch(size), fixed)
+    dp.data.assume_sampling(shuffled.batch(size), dp.accounting.Sampling.shuffled(N, size))
 
 
 def test_the_folders_of_a_path_are_not_walked_as_data():

@@ -252,10 +252,14 @@ def examples():
     return tf.data.Dataset.from_tensor_slices((X[:SIZE], Y[:SIZE]))
 
 
+def in_one_order(data):
+    return data.shuffle(SIZE, reshuffle_each_iteration=False)
+
+
 ENDLESS = {
     "repeat after batch": lambda: examples().batch(BATCH, drop_remainder=True).repeat(),
-    "repeat before batch": lambda: examples().shuffle(SIZE).repeat().batch(BATCH, True),
-    "repeat before shuffle": lambda: examples().repeat().shuffle(SIZE).batch(BATCH, True),
+    "repeat before batch": lambda: in_one_order(examples()).repeat().batch(BATCH, True),
+    "repeat before shuffle": lambda: in_one_order(examples().repeat()).batch(BATCH, True),
     "with the rest": lambda: examples().batch(BATCH).repeat(),
 }
 
