@@ -78,6 +78,7 @@ class PrivacyGuard:
         progress: of the `fit` that runs, None outside of one.
         history: what else the weights have cost.
         seeds: of the layers, while it trains.
+        is_of_fit: whether the sampling is that of the data of a `fit`, and says nothing of others.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class PrivacyGuard:
         self.seeds = SecretSeeds()
         self._ledger = Ledger()
         self._exchanged: list[Ledger] = []  # those that were the model's before
-        self._is_of_fit = False  # whether the sampling is that of the data of a `fit`
+        self.is_of_fit = False
         self._process = entropy.process()
         self._passes_begun = 0
         self._since_data_began = 0  # steps; whole passes, where they were not broken off
@@ -150,7 +151,7 @@ class PrivacyGuard:
         before = self.sampling
         if before is not None and before.rows_per_unit != sampling.rows_per_unit:
             model.train_function = None  # to be traced anew: tracing checks the batches against it
-        self.sampling, self.order_seed, self._is_of_fit = sampling, order_seed, of_fit
+        self.sampling, self.order_seed, self.is_of_fit = sampling, order_seed, of_fit
         self._since_data_began = 0
         self._place_next_pass(steps_taken(model.optimizer))
         self.ledger(model).close()
@@ -227,7 +228,7 @@ class PrivacyGuard:
                 outside of `fit`.
         """
         optimizer = model.optimizer
-        if not self.is_fitting and self.sampling and self._is_of_fit:
+        if not self.is_fitting and self.sampling and self.is_of_fit:
             raise ValueError(
                 "How this batch is sampled is not known, so no ε can be stated: what fit knew of "
                 "its data says nothing of others. Set model.sampling to what holds for the batches "

@@ -143,6 +143,24 @@ def _clipped_as(size, unit):
     )
 
 
+def check_size(sampling, x, sample_weight):
+    """Refuses more rows than a batch of this sampling has; with a mask, some are none.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if sampling is None or getattr(sample_weight, "mask", None) is not None:
+        return
+    shape = tuple(getattr(tree.flatten(x)[0], "shape", ()))
+    rows = shape[0] if shape else 0
+    if rows > sampling.largest_batch * (sampling.rows_per_unit or 1):
+        raise ValueError(
+            f"A batch has {rows} rows, but model.sampling states at most "
+            f"{sampling.largest_batch:g} {sampling.unit}s in each: {sampling}. More of them would "
+            "be drawn than is accounted. State the sampling that takes place."
+        )
+
+
 def check_before_tracing(model, state, specs, *, fitting):
     """Checks the engines and builds the optimizer before the step is traced.
 

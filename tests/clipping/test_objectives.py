@@ -365,7 +365,7 @@ def test_evaluation_adds_the_mean_of_what_layers_add():
     expected = np.mean(added + error) + 0.1 * np.sum(first.kernel.numpy() ** 2)
     for size in (2, B):
         np.testing.assert_allclose(model.evaluate(X, Y, size, verbose=0), expected, rtol=1e-5)
-    model.sampling = dp.accounting.Sampling.shuffled(12, 4)
+    model.sampling = dp.accounting.Sampling.poisson(12, 4)
     np.testing.assert_allclose(model.train_on_batch(X, Y), expected, rtol=1e-5)
 
 

@@ -40,6 +40,30 @@ def test_a_step_past_the_ledger_is_refused(wrap):
     assert np.array_equal(model.get_weights()[0], before[0])
 
 
+@pytest.mark.parametrize(
+    ("sampling", "refuses"),
+    [
+        (dp.accounting.Sampling.without_replacement(N, B), True),
+        (dp.accounting.Sampling.shuffled(N, B), True),
+        (dp.accounting.Sampling.poisson(N, B), False),  # may draw everybody
+        (dp.accounting.Sampling.truncated_poisson(N, B, 12), True),
+    ],
+    ids=["without replacement", "shuffled", "Poisson", "Poisson, cut"],
+)
+def test_larger_batches_than_are_accounted_are_refused(sampling, refuses):
+    model = _model()
+    model.sampling = sampling
+    model.train_on_batch(X[:B], Y[:B])
+    if not refuses:
+        model.train_on_batch(X, Y)
+        return
+    with pytest.raises(ValueError, match="A batch has 24 rows, but"):
+        model.train_on_batch(X, Y)
+    padded = dp.data.RowInfo(np.float32([1] * B + [0] * (N - B)))
+    model.train_on_batch(X, Y, padded)
+    assert model.ledger.steps == 2
+
+
 def test_the_tail_of_normal_noise_goes_beyond_that_of_tensorflow():
     """Which ends at 5.68: a probability of 1e-7, hundreds of times in the training of a model."""
 
