@@ -65,6 +65,17 @@ def taken_back(variables):
         register(known)
 
 
+@contextlib.contextmanager
+def noticed(variables):
+    """Has those variables count as changed that have another value after what is done within."""
+    before = sums_of(variables)
+    try:
+        yield
+    finally:
+        after = zip(variables, before, sums_of(variables), strict=True)
+        mark([variable for variable, old, new in after if new != old])
+
+
 def to_config(variables, rewritten=()):
     """The checksums as JSON-able values: those of now, and which variables were changed.
 

@@ -466,7 +466,8 @@ class DPModel(keras.Model):
 
         Raises:
             PrivacyBudgetError: the step would exceed the budget.
-            ValueError: `model.sampling` is not set, or by a `fit`; or a `fit` runs.
+            ValueError: `model.sampling` is not set, or by a `fit`, or states smaller batches; or a
+                `fit` runs.
         """
         _keras.check_is_compiled(self, "train_on_batch")
         self._guard.refuse_within_fit("train_on_batch")
@@ -475,6 +476,8 @@ class DPModel(keras.Model):
                 "train_on_batch would give the same batch to every replica. Use fit, with "
                 "dp_keras_opt.data.assume_sampling for batches of your own."
             )
+        if not self._guard.is_of_fit:  # which is refused
+            step.check_size(self._guard.sampling, x, sample_weight)
         self._step.block = None
         self._guard.history.let_move(self.weights)
         self._step.given = None if class_weight else (x, y, sample_weight)
@@ -650,10 +653,16 @@ class DPModel(keras.Model):
             return super().predict(*args, **kwargs)
 
     def _swapping(self, callbacks):
-        """Accepts the rounding that `SwapEMAWeights` leaves when it swaps weights in and back."""
-        if callbacks is None or self._guard.is_fitting:
+        """Accepts the rounding that `SwapEMAWeights` leaves when it swaps weights in and back.
+
+        Within `fit`, where weights move anyhow, layers that take in what they are evaluated on
+        are noticed here alone.
+        """
+        if self._guard.is_fitting:
+            return checksums.noticed(self.non_trainable_weights)
+        if callbacks is None:
             return contextlib.nullcontext()
-        return checksums.taken_back(self.weights)
+        return checksums.taken_back(self.trainable_weights)
 
     # Runs of correlated noise that outlive the process.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 #: Operations that call back into the Python process that made them.
@@ -31,6 +32,43 @@ def nodes(graph: tf.Graph) -> list[Any]:
     definition = graph.as_graph_def()
     library = definition.library.function
     return [*definition.node, *(node for function in library for node in function.node_def)]
+
+
+def constants(graph: tf.Graph, longest: int = 16) -> list[str]:
+    """The single strings, not longer than that, that stand in a graph or its functions."""
+    found = set()
+    for node in nodes(graph):
+        value = node.attr["value"].tensor if node.op == "Const" else None
+        if value is not None and value.dtype == tf.string.as_datatype_enum:
+            found |= set(tf.make_ndarray(value).ravel().tolist()) if _is_single(value) else set()
+    texts = (text.decode(errors="ignore") for text in found)
+    return sorted({text for text in texts if 0 < len(text) <= longest})
+
+
+def _is_single(value):
+    return all(axis.size == 1 for axis in value.tensor_shape.dim)
+
+
+def compared(graph: tf.FuncGraph) -> list[float]:
+    """The single numbers that something in a graph, or its functions, is tested for equality with.
+
+    Such as the id of a word that stands for others, or what stands for a label that is not there.
+    """
+    found = {_number(outer) for outer, _ in graph.captures}  # some may be compared
+    for operation in operations(graph):
+        if operation.type in ("Equal", "NotEqual"):
+            found |= {_number(tf.get_static_value(tensor)) for tensor in operation.inputs}
+    return sorted(found - {None})
+
+
+def _number(value):
+    """The only number of a tensor or array; None where it has others, or is none."""
+    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+        return None
+    if value is None or getattr(value, "dtype", None) in (tf.resource, tf.variant, tf.string):
+        return None
+    array = np.asarray(value)
+    return array.item() if array.size == 1 and array.dtype.kind in "iuf" else None
 
 
 def operations(graph: tf.Graph) -> Iterator[tf.Operation]:

@@ -62,7 +62,8 @@ def is_of_libraries(value: Any) -> bool:
     """Whether what runs is code of Keras, KerasHub or this library alone."""
     home = getattr(value, "__module__", None) or type(value).__module__
     # Of a Keras loss or metric that calls a function; of an objective.
-    inner = getattr(value, "fn", None) or getattr(value, "function", None)
+    names = ("fn", "_fn", "function")
+    inner = next((each for name in names if (each := getattr(value, name, None))), None)
     libraries = ("keras", "keras_hub", "tensorflow", "dp_keras_opt", "builtins")
     return home.partition(".")[0] in libraries and (inner is None or is_of_libraries(inner))
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt._keras import layers_of, own_metrics, own_states, seed_generators, value_of
-from dp_keras_opt.clipping.graphs import PYTHON, functions
+from dp_keras_opt.clipping.graphs import PYTHON, compared, constants, current_graph, functions
 
 #: Operations that take a resource and leave it as it is.
 _READS = {
@@ -60,6 +60,8 @@ class Assignments(NamedTuple):
         moving: variables, metrics apart, that every pass moves on, such as seeds and counters.
         other: numbers, besides weights that are trained or frozen, that the pass may depend on.
         counters: single numbers that it reads and does not train, such as a count of steps.
+        texts: short strings that stand in it, such as separators of words.
+        compared: single numbers that it tests others for equality with, such as ids of words.
     """
 
     changed: list
@@ -68,32 +70,50 @@ class Assignments(NamedTuple):
     moving: list
     other: list
     counters: Sequence = ()
+    texts: Sequence = ()
+    compared: Sequence = ()
 
 
 def check_assignments(
-    model: keras.Model, forward: Callable[[Any], Any], batch: Any, eager: bool
+    model: keras.Model,
+    forward: Callable[[Any], tuple[Any, Any]],
+    batch: Any,
+    eager: bool,
+    show: Callable[[Any, Any, Any], Any] | None = None,
 ) -> Assignments:
     """Traces a forward and a backward pass, and refuses assignments that depend on the batch.
 
     Args:
         model: a built model.
-        forward: function of a batch that gives its losses, in training mode.
+        forward: function of a batch that gives its losses and outputs, in training mode.
         batch: a structure of tensors or `TensorSpec`s, of which only these are read.
         eager: whether training will run eagerly, so that code may do what no graph shows.
+        show: function of the batch, its losses and outputs that updates metrics, which may keep
+            what no pass reads and no model has; None where none are.
 
     Raises:
         ValueError: a variable, or a table, takes a value that depends on the batch, on how many
             rows it has, or on a metric.
     """
+    of_passes: set[int] = set()  # resources that the passes read or write
+    of_step: set[int] = set()  # and those that anything does which moves weights
+    others: list[Any] = []  # that move weights, besides gradients
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def run(*tensors):
         rest = iter(tensors)
         given = [None if leaf is None else next(rest) for leaf in tf.nest.flatten(batch)]
+        given = tf.nest.pack_sequence_as(batch, given)
         with tf.GradientTape() as tape:  # a gradient written by hand may assign, too
-            losses = forward(tf.nest.pack_sequence_as(batch, given))
-        return losses, tape.gradient(losses, [v.value for v in model.trainable_variables])
+            losses, outputs = forward(given)
+        gradients = tape.gradient(losses, [v.value for v in model.trainable_variables])
+        of_passes.update(id(outer) for outer, _ in current_graph().captures)
+        others[:] = tf.nest.flatten(_without_noise(model))
+        of_step.update(id(outer) for outer, _ in current_graph().captures)
+        if show is not None:
+            show(given, losses, outputs)
+        return losses, gradients, others
 
     try:
         graph = tf.function(run, autograph=False).get_concrete_function(*specs).graph
@@ -103,33 +123,58 @@ def check_assignments(
         return Assignments([], False, _state(model), seeds(model), _numbers(model))
     metrics = {id(handle) for v in _metrics(model) for handle in _handles(v)}
     trace = _Trace(graph, metrics)
-    if trace.remembers:
+    if any(value.from_metric for value in trace.results):
         raise ValueError(
-            "The loss depends on the value of a metric, which holds what earlier batches were: "
-            "their examples would show in gradients that do not count them. Let no layer and no "
-            "loss read a metric."
+            "The loss, a regularizer, a constraint or the learning rate depends on the value of a "
+            "metric, which holds what earlier batches were: their examples would show in steps "
+            "that do not count them. Let none of these, and no layer, read a metric."
         )
-    names = {id(h): v.path for v in model.variables for h in _handles(v)}
-    names.update((id(v.handle), v.name) for v in graph.variables if id(v.handle) not in names)
+    of_others = trace.results[len(trace.results) - len(others) :]
+    if any(value.from_batch for value in of_others):
+        raise ValueError(
+            "A regularizer, a constraint or the learning rate depends on the batch, as by a tensor "
+            "that a layer keeps: what it does to the weights is neither clipped nor has noise. Let "
+            "each depend on weights and counts of steps alone."
+        )
+    known = {id(h): v.path for v in model.variables for h in _handles(v)}
+    names = {id(v.handle): v.name for v in graph.variables} | known
     free = metrics | {id(handle) for v in seeds(model) for handle in _handles(v)}
     for handle, operations in trace.reached.items():
-        for operation in operations if handle not in free else ():
+        # What is made in the graph has a name instead of a handle.
+        if handle in free or not (isinstance(handle, str) or handle in of_step | known.keys()):
+            continue
+        for operation in operations:
             if operation.type not in _DRAWS:
                 _refuse(names.get(handle), operation)
-    shown = {id(handle) for handle in trace.written}
-    changed = [(h, _dtype(h)) for h in trace.written if _dtype(h) is not None]
+    written = [handle for handle in trace.written if id(handle) in of_passes]
+    shown = set(map(id, written))
+    changed = [(h, _dtype(h)) for h in written if _dtype(h) is not None]
     complete = not (eager or trace.has_python)
     state = [] if complete else _state(model)
     hidden = [v for v in state if not shown.intersection(id(h) for h in _handles(v))]
-    known = {id(h) for v in model.variables for h in _handles(v)}
-    others = [v for v in graph.variables if id(v.handle) not in known | metrics]  # of a loss
-    moved = [v for v in (*model.variables, *others) if shown.intersection(map(id, _handles(v)))]
+    read = [v for v in graph.variables if id(v.handle) in of_passes]
+    further = [v for v in read if id(v.handle) not in known.keys() | metrics]  # of a loss
+    moved = [v for v in (*model.variables, *further) if shown.intersection(map(id, _handles(v)))]
     moving = {id(v): v for v in (*seeds(model), *moved)}  # an engine may move more seeds on
-    numbers = [*_numbers(model), *(v for v in others if v.dtype.is_floating)]
+    numbers = [*_numbers(model), *(v for v in further if v.dtype.is_floating)]
     fixed = free | {id(h) for v in model.trainable_variables for h in _handles(v)}
-    counters = [v for v in graph.variables if v.shape.rank == 0 and id(v.handle) not in fixed]
+    counters = [v for v in read if v.shape.rank == 0 and id(v.handle) not in fixed]
     counters = [v for v in counters if v.dtype.is_integer or v.dtype.is_floating]
-    return Assignments(changed, complete, hidden, list(moving.values()), numbers, counters)
+    return Assignments(
+        changed, complete, hidden, list(moving.values()), numbers, counters, constants(graph),
+        compared(graph),
+    )  # fmt: skip
+
+
+def _without_noise(model):
+    """What moves weights beside the gradients: regularizers, constraints and the learning rate."""
+    functions = [
+        (function, v)
+        for v in model.trainable_variables
+        for function in (v.regularizer, v.constraint)
+        if function is not None
+    ]
+    return [function(v) for function, v in functions], model.optimizer.learning_rate
 
 
 def _refuse(name, operation):
@@ -137,9 +182,9 @@ def _refuse(name, operation):
     raise ValueError(
         f"{what} is updated from the data during training ({operation.type}), without clipping and "
         "noise, so that it reveals examples whatever ε says. Remove the layer (or the part of the "
-        "loss) that does so, freeze it, or compute its values from public data beforehand. Values "
-        "may depend on weights, random seeds and counts of steps, but not on the rows of a batch "
-        "nor on their number."
+        "loss, or the metric) that does so, freeze it, or compute its values from public data "
+        "beforehand. Values may depend on weights, random seeds and counts of steps, but not on "
+        "the rows of a batch nor on their number."
     )
 
 
@@ -221,7 +266,7 @@ class _Trace:
             wrote it so.
         written: the handles that some operation writes to.
         has_python: whether Python code runs inside of the graph.
-        remembers: whether what the function returns depends on a metric.
+        results: what the outputs of the function may hold.
     """
 
     def __init__(self, graph, metrics):
@@ -234,7 +279,7 @@ class _Trace:
             before = len(self.reached)
             self._results.clear()
             results = self._function("", graph, arguments, False)
-        self.remembers = any(value.from_metric for value in results)
+        self.results = results
         self.written = [handle for handle in handles.values() if id(handle) in self._changed]
 
     def _function(self, name, graph, arguments, decided):
@@ -262,8 +307,8 @@ class _Trace:
             if both.from_data or decided:
                 for resource in both.resources:
                     self.reached.setdefault(resource, []).append(operation)
-        if not inputs:  # a variable or table that is made, or found by its name, in the graph
-            both = _Value(resources=frozenset([operation.name]))
+        if not inputs and any(t.dtype == tf.resource for t in operation.outputs):
+            both = _Value(resources=frozenset([operation.name]))  # made, or found, in the graph
         read = _Value(
             both.from_batch or not both.resources.isdisjoint(self.reached),
             from_metric=both.from_metric or not both.resources.isdisjoint(self._metrics),

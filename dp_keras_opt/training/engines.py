@@ -11,6 +11,7 @@ from dp_keras_opt._keras import layers_of, trained_in
 from dp_keras_opt.clipping import Batch, per_example
 from dp_keras_opt.clipping.identity import Identity
 from dp_keras_opt.training.batches import common_form, form_of
+from dp_keras_opt.training.losses import update_figures
 
 #: Seconds after which a check of the model is announced.
 PATIENCE = 5.0
@@ -75,9 +76,14 @@ class CheckedEngines:
                     form = common_form(form, other) or form
         structure = (batch.x, batch.y, batch.sample_weight)
         synthetic = Batch(*tf.nest.pack_sequence_as(structure, form))
+
+        def show(rows, losses, y_pred):
+            update_figures(model, rows, losses, y_pred)
+            model.get_metrics_result()
+
         with _announced(announce), _quantization_named(model):
             rows = physical_rows or synthetic.num_rows
-            engines = clipping.checked_engines(model, synthetic, rows)
+            engines = clipping.checked_engines(model, synthetic, rows, show=show)
         self._identity = Identity(model, self._objective, self.ignored)
         clipping.clip_groups(model, model.optimizer.query())  # names layers that exist
         loops = any(per_example.has_loops(layer) for layer in engines.general)

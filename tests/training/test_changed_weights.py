@@ -233,6 +233,35 @@ def test_callbacks_that_move_weights_are_no_change(restored_by, tmp_path):
         assert _is_changed(private)
 
 
+class _TakesIn(layers.Layer):
+    """Keeps a mean of what it is evaluated on."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if not training:
+            self.mean.assign(keras.ops.mean(inputs, axis=0))
+        return inputs - self.mean
+
+
+@pytest.mark.parametrize("by", ["validation", "predict", "test", "test with callbacks"])
+def test_what_layers_take_in_when_they_are_evaluated_is_noticed(by):
+    private = _compiled(
+        dp.make_private(keras.Sequential([keras.Input((3,)), _TakesIn(), layers.Dense(1)]))
+    )
+    predict = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: private.predict(X, verbose=0)
+    )
+    in_fit = {"validation": {"validation_data": (X, Y)}, "predict": {"callbacks": [predict]}}
+    _fit(private, epochs=2, **in_fit.get(by, {}))
+    assert _is_changed(private) == (by in in_fit)
+    if by not in in_fit:
+        given = {"callbacks": [keras.callbacks.Callback()]} if "callbacks" in by else {}
+        private.evaluate(X, Y, verbose=0, **given)
+        assert _is_changed(private)
+
+
 def test_an_interrupted_fit_is_no_change():
     private = _model()
 

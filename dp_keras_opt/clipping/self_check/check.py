@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -43,6 +44,9 @@ _FEW, _MANY = 3, 18
 #: Where counters of steps are put to see what begins late.
 _STEPS = 10**6
 
+#: At most so many rows of a large batch, of which code may treat some otherwise than others.
+_LARGE = 256
+
 #: (rows, magnitude of floats, whether the changed row is an outlier, style) of the independence
 #: check.
 _DRAWS = (
@@ -65,6 +69,7 @@ def checked_engines(
     num_rows: int | None = None,
     *,
     per_example_loss: Callable[..., tf.Tensor] | None = None,
+    show: Callable[[Batch, tf.Tensor, Any], Any] | None = None,
 ) -> Engines:
     """The engines that serve this model, each shown to be right on a synthetic batch.
 
@@ -75,6 +80,8 @@ def checked_engines(
             here, but two; None where that is not known.
         per_example_loss: function of (y, y_pred, sample_weight) that gives the losses (B,); by
             default the objective that the model was compiled with.
+        show: function of (batch, losses (B,), outputs) by which a training step updates metrics;
+            None where it updates none.
 
     Returns:
         Rules and layers of their own as far as these are right; where that fails, the whole model
@@ -86,17 +93,21 @@ def checked_engines(
     """
     validation.validate(model)
 
+    def run(rows, training=True):
+        return losses_and_outputs(model, rows, training, per_example_loss)
+
     def forward(rows, training=True):
-        return losses_and_outputs(model, rows, training, per_example_loss)[0]
+        return run(rows, training)[0]
 
     most = _MANY if num_rows is None else max(2, num_rows)
-    few = min(_FEW, most)
+    few, large = min(_FEW, most), _rows_of_large(model, num_rows)
     _build(model, forward, batch, few)
     eager = model.run_eagerly or tf.config.functions_run_eagerly()
-    assignments = with_tapes(state_changes.check_assignments, model, forward, batch, eager)
+    assignments = with_tapes(state_changes.check_assignments, model, run, batch, eager, show)
     weights = [*model.trainable_variables, *assignments.other]
     before = state_changes.Snapshot(model, assignments, [*weights, *assignments.counters])
-    passes, synthetic = Passes(model, forward, eager), Synthetic(batch, few)
+    passes = Passes(model, forward, eager)
+    synthetic = Synthetic(batch, few, assignments.texts, assignments.compared)
     if per_example_loss is None and isinstance(model.loss, Objective):
         passes.objective = f"The objective '{model.loss.name}'"
     try:
@@ -104,7 +115,7 @@ def checked_engines(
         is_random = passes.run(wide, before).is_random
         away = _elsewhere(model, assignments, weights, before, lambda at: passes.why_not(wide, at))
         _check_lengths(model, passes, synthetic, wide, (before, away), is_random)
-        _check_rows(passes, synthetic, batch, wide, (before, away), is_random, most)
+        _check_rows(passes, synthetic, batch, wide, (before, away), is_random, most, large)
         if not _is_of_libraries(model):
             _check_gradients(passes, synthetic, (before, away))
         if is_random:
@@ -228,8 +239,16 @@ def _check_lengths(model, passes, synthetic, wide, states, is_random):
                 )
 
 
-def _check_rows(passes, synthetic, form, wide, states, is_random, most):
-    """Whether rows change with the others."""
+def _rows_of_large(model, num_rows):
+    """How many rows code of somebody's own may have before it in training; 0 without such code."""
+    if _is_of_libraries(model):
+        return 0
+    expected = model.optimizer.batch_size if num_rows is None else num_rows
+    return min(_LARGE, expected) if isinstance(expected, int) else _LARGE
+
+
+def _check_rows(passes, synthetic, form, wide, states, is_random, most, large=0):
+    """Whether rows change with the others; once among many, where `large` is more than `most`."""
     random, alone_in = np.random.default_rng(2), "training"
     if is_random:
         in_both = any(is_random_in_inference(passes, wide, at) for at in states)
@@ -238,13 +257,16 @@ def _check_rows(passes, synthetic, form, wide, states, is_random, most):
     is_open = any(leaf is not None and leaf.shape[0] is None for leaf in tf.nest.flatten(form))
     few = min(_FEW, most)
     draws = [(*draw, None) for draw in _DRAWS]
-    draws += [(_MANY, 1.0, False, "real", mark) for mark in synthetic.marks]
+    draws += [(_MANY, 1.0, False, "real", mark) for mark in (*synthetic.marks, *synthetic.lone)]
+    draws += [(large, 1.0, True, "real", None)] * (large > _MANY)
     for number, (rows, magnitude, outlier, style, mark) in enumerate(draws):
-        rows = min(rows, most)
+        rows = min(rows, max(most, large))
         others = [few if rows == most else most] if few < most else []
         copies = [*others, 1] if is_open or not others else others
         must_be_finite = mark is not None or style not in ("real", "whole")
         for row, at in zip((0, rows - 1), states, strict=True):
+            if row == 0 and mark in synthetic.lone:
+                continue  # once is enough
             drawn = synthetic.pair(random, rows, row, magnitude, outlier, style=style, mark=mark)
             at.shift = 2 * number + (row > 0)  # other random numbers each time, the same for both
             check_independence(passes, *drawn, row, at, alone_in, copies, must_be_finite)

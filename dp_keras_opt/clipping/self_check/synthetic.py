@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -19,12 +19,17 @@ from dp_keras_opt.clipping.batch import Batch
 _SIZES = (2, 3, 10, 100, 256, 1_000, 2**15, 2**16)
 #: What stands for a label that is not there, besides numbers of classes.
 _MARKS = (-1, -100, 255, -999, np.nan)
+_MOST_MARKS = 16
+#: What one row of inputs may be all of, for which code may leave out a batch.
+_LONE = (np.nan, np.inf, 1e30, 0)
 #: Lengths to try where the data leaves them open, besides such sizes. None of them is a number of
 #: rows of the check.
 _LENGTHS = (2, 4, 6, 7, 8, 9, 12, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
 _LONGEST = 2048
 #: What stands for a vocabulary, at most.
 _WORDS = 100
+#: What may be between words, besides what stands in the model.
+_SEPARATORS = " |,;:/\t\n_-"
 
 
 class Synthetic:
@@ -40,27 +45,38 @@ class Synthetic:
 
     Attributes:
         rows: of the batches with which it is tried what a model takes.
-        marks: values that a target takes in some rows, besides its pools: of labels that are not
-            there.
+        marks: (value, the places of leaves that take it) of values that inputs or targets take in
+            some rows, besides their pools or seldom among them: of labels that are not there, and
+            what the model asks for.
+        lone: the same of values that all inputs of one row may have.
         length: what stands for the sizes that the form leaves open, besides the number of rows;
             None where it leaves none, or where no length runs.
         reason: why no length runs, None where one does.
     """
 
-    def __init__(self, form: Batch, rows: int = 2) -> None:
+    def __init__(
+        self,
+        form: Batch,
+        rows: int = 2,
+        texts: Sequence[str] = (),
+        numbers: Sequence[float] = (),
+    ) -> None:
         """
         Args:
             form: a batch of which shapes and dtypes are read, and no values.
             rows: how many rows are enough.
+            texts: short strings that stand in the model, such as separators of words.
+            numbers: those that it tests others for equality with.
         """
-        self.rows = rows
+        self.rows, self._texts, self._numbers = rows, texts, numbers
         self._structure = (form.x, form.y, form.sample_weight)
         self._leaves = tf.nest.flatten(self._structure)
         self._pools = [_usual(leaf) for leaf in self._leaves]
         self._of_x, self._of_xy = (
             len(tf.nest.flatten(self._structure[:number])) for number in (1, 2)
         )
-        self.marks: dict[float, list[int]] = {}  # and the places of these targets
+        self.marks: list[tuple[float, list[int]]] = []
+        self.lone: list[tuple[float, list[int]]] = []
         self.length: int | None = None
         self.reason: str | None = None
 
@@ -97,7 +113,7 @@ class Synthetic:
         outlier: bool = False,
         wide: bool = True,
         style: str = "real",
-        mark: float | None = None,
+        mark: tuple[float, list[int]] | None = None,
     ) -> tuple[Batch, Batch]:
         """Two batches that differ in one row.
 
@@ -107,8 +123,8 @@ class Synthetic:
         values go from one extreme to the other. Without `wide`, integers are 0 and 1, and strings
         such as the model need not know. Of the style "bright" the changed row of x is of extremes,
         and the others are of small numbers and zeros; "dark" is the reverse: a row as a whole
-        differs from all others then. With a `mark` of `marks` the targets of the changed row are
-        it.
+        differs from all others then. With a `mark` of `marks` or `lone` all of the changed row that
+        may be it is, and some of others where the model tests for it.
         """
 
         def two(leaf, pools, place):
@@ -138,8 +154,12 @@ class Synthetic:
                 low, high = _extremes(pools)
                 values[one] = np.where(same, low, values[one])
                 changed[one] = np.where(same, high, changed[one])
-            if mark is not None and place in self.marks[mark]:
-                changed[one] = mark
+            if mark is not None and place in mark[1]:
+                if mark in self.marks and mark[0] in self._numbers:
+                    some = random.random(shape) < 0.3
+                    values[some] = changed[some] = mark[0]
+                with np.errstate(over="ignore"):  # of half precision
+                    changed[one] = mark[0]
             return _tensor(values, leaf), _tensor(changed, leaf)
 
         places = range(len(self._leaves))
@@ -164,7 +184,8 @@ class Synthetic:
         lengths = dict.fromkeys([*_LENGTHS, *(size for size in sizes if 3 < size <= _LONGEST)])
         words = [pool for pool in vocabularies if isinstance(pool[0], str)]
         numbers = [pool for pool in vocabularies if not isinstance(pool[0], str)]
-        starts = [np.array([""], object), *words], [range(1), range(1, 2), *numbers]
+        texts = [np.array([""], object), *words, _DIGITS[:1]]
+        starts = texts, [range(1), range(1, 2), *numbers]
         for start in itertools.product(*starts):
             self._pools = [
                 _first(leaf, start if place < self._of_x else (range(1),))
@@ -193,7 +214,11 @@ class Synthetic:
                 return _fits(leaf, pool) and why_not(self._trial(pools)) is None
 
             if leaf.dtype == tf.string:
-                others = [*_STRINGS, *vocabularies, *map(_sentences, vocabularies)]
+                words = vocabularies or [_LETTERS]
+                between = (" ", *self._texts, "".join([_SEPARATORS, *self._texts]))
+                pairs = [*itertools.product(words, between), *((_DIGITS, t) for t in self._texts)]
+                sentences = itertools.starmap(_sentences, pairs)
+                others = [_LETTERS, _DIGITS, *vocabularies, *sentences]
                 ranges = []
             elif place < self._of_x:
                 others = [range(-1, 0), *vocabularies]
@@ -204,20 +229,24 @@ class Synthetic:
             self._pools[place] = [*ranges, *filter(takes, others)] or self._pools[place]
         if why_not(self._trial()) is not None:
             self._pools = usual
-        for mark in (*_MARKS, *widths):
+        for mark in dict.fromkeys([*_MARKS, *widths, *self._numbers]):
+            asked = mark in self._numbers
             places = [
                 place
-                for place in range(self._of_x, self._of_xy)
-                if _takes_mark(self._leaves[place], self._pools[place], mark)
+                for place in range(0 if asked else self._of_x, self._of_xy)
+                if _takes_mark(self._leaves[place], self._pools[place], mark, asked)
                 and why_not(self._trial(marked=(place, mark))) is None
             ]
-            if places:
-                self.marks[mark] = places
+            if places and len(self.marks) < _MOST_MARKS:
+                self.marks.append((mark, places))
+        of_x = list(zip(range(self._of_x), self._leaves, self._pools, strict=False))
+        lone = [(mark, [n for n, *leaf in of_x if _takes_lone(*leaf, mark)]) for mark in _LONE]
+        self.lone = [(mark, places) for mark, places in lone if places]
 
     def _trial(self, pools=None, marked=(None, None)):
         """Rows with the extremes of each pool, and what lies between them.
 
-        `marked`: (the place of a target, what that is in the last row), if any.
+        `marked`: (the place of a leaf, what that is in the last row), if any.
         """
         random = np.random.default_rng(0)
 
@@ -267,7 +296,8 @@ def _letters():
     return np.array(sorted(["", "two words", *words]), object)
 
 
-_STRINGS = (_letters(), np.array([f"{number}" for number in range(10)], object))
+_LETTERS = _letters()
+_DIGITS = np.array([f"{number}" for number in range(10)], object)
 _BOOLS = np.array([False, True])
 
 
@@ -300,9 +330,11 @@ def _vocabularies(model):
     return list(found.values())
 
 
-def _sentences(words):
+def _sentences(words, between):
+    """Up to ten words each, with this string between them."""
     random = np.random.default_rng(0)
-    return np.array([" ".join(map(str, random.choice(words, 5))) for _ in range(20)], object)
+    drawn = (random.choice(words, 1 + number % 10) for number in range(20))
+    return np.array(sorted(between.join(map(str, some)) for some in drawn), object)
 
 
 def _sizes(model):
@@ -320,14 +352,25 @@ def _fits(leaf, pool):
     return not isinstance(pool[0], str) and leaf.dtype.min <= pool[0] <= pool[-1] <= leaf.dtype.max
 
 
-def _takes_mark(leaf, pools, mark):
-    """Whether a target can be this mark, which it is not among other values."""
+def _takes_mark(leaf, pools, mark, asked):
+    """Whether a leaf can be this mark, which is not, or only seldom, among its other values.
+
+    `asked`: whether the model tests for it.
+    """
     if leaf is None or leaf.dtype == tf.string or leaf.dtype.is_bool:
         return False
     if pools is None:  # floats are whole numbers in other draws
-        return leaf.dtype.is_floating and (math.isnan(mark) or mark < -100)
-    fits = not math.isnan(mark) and leaf.dtype.min <= mark <= leaf.dtype.max
-    return fits and not any(mark in pool for pool in pools)
+        rare = asked and not -1 <= mark <= 2
+        return leaf.dtype.is_floating and (rare or math.isnan(mark) or mark < -100)
+    fits = float(mark).is_integer() and leaf.dtype.min <= mark <= leaf.dtype.max
+    return fits and not any(mark in pool and (len(pool) <= 10 or not asked) for pool in pools)
+
+
+def _takes_lone(leaf, pools, mark):
+    """Whether all of a leaf can be this in one row, whatever the model makes of it."""
+    if leaf is None or leaf.dtype == tf.string or leaf.dtype.is_bool:
+        return False
+    return pools is None or (mark == 0 and any(0 in pool for pool in pools))
 
 
 def _dark_and_bright(random, pools, shape, dtype):
