@@ -156,6 +156,7 @@ def test_there_are_tables():
         "others-tabular",
         "others-incomes",
         "others-definitions",
+        "others-features",
         "clipped-definitions",
         "probed-clothes",
     }
