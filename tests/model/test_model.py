@@ -274,7 +274,7 @@ def test_non_finite_examples_are_counted_warned_of_and_kept_out_of_the_history()
     assert model.non_finite_examples == 0  # reported, and counted afresh
     with pytest.raises(ValueError, match="How this batch is sampled is not known"):
         model.train_on_batch(x, Y)
-    model.sampling = Sampling.shuffled(N, B)
+    model.sampling = Sampling.poisson(N, B)
     model.train_on_batch(x, Y)
     assert model.non_finite_examples == 2
 
