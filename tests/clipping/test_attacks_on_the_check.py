@@ -1027,6 +1027,30 @@ def test_behind_what_kernels_differ_in_a_difference_tells_nothing(dtype, given):
         independence._compare("The loss", first, alone, places)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "mixes"),
+    [(2e-3, 2e-3, False), (0.0, 2e-3, True), (2e-3, 6e-3, True), (1e-2, 1.5e-2, True)],
+    ids=["handed on", "out of nothing", "more than is handed on", "more than rounding"],
+)
+def test_what_layers_hand_on_of_rounding_is_no_mixing(before, after, mixes):
+    """A squashing layer behind numbers of 12, of which 1e-4 is rounding."""
+
+    def made(rows, before, after):
+        seen = [
+            ("pooling", np.full((rows, 3), 12.0) + before),
+            ("tanh", np.ones((rows, 3)) + after),
+        ]
+        return Pass(np.ones(rows), seen, False)
+
+    first, alone = made(2, 0.0, 0.0), made(1, before, after)
+    places = [(slice(0, 1), slice(0, 1))]
+    if not mixes:
+        independence._compare("The loss", first, alone, places, other_kernels=True)
+        return
+    with pytest.raises(ValueError, match="Layer 'tanh'"):
+        independence._compare("The loss", first, alone, places, other_kernels=True)
+
+
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 def test_a_convolution_of_missing_numbers_is_taken(activation):
     layers = keras.layers
