@@ -36,17 +36,11 @@ def nodes(graph: tf.Graph) -> list[Any]:
 
 def constants(graph: tf.Graph, longest: int = 16) -> list[str]:
     """The single strings, not longer than that, that stand in a graph or its functions."""
-    found = set()
-    for node in nodes(graph):
-        value = node.attr["value"].tensor if node.op == "Const" else None
-        if value is not None and value.dtype == tf.string.as_datatype_enum:
-            found |= set(tf.make_ndarray(value).ravel().tolist()) if _is_single(value) else set()
-    texts = (text.decode(errors="ignore") for text in found)
-    return sorted({text for text in texts if 0 < len(text) <= longest})
-
-
-def _is_single(value):
-    return all(axis.size == 1 for axis in value.tensor_shape.dim)
+    tensors = (o.outputs[0] for o in operations(graph) if o.type == "Const")
+    values = [tf.get_static_value(tensor) for tensor in tensors if tensor.dtype == tf.string]
+    single = (np.asarray(value, object).ravel()[0] for value in values if np.size(value) == 1)
+    texts = {text.decode(errors="ignore") for text in single}
+    return sorted(text for text in texts if 0 < len(text) <= longest)
 
 
 def compared(graph: tf.FuncGraph) -> list[float]:
