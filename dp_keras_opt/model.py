@@ -639,7 +639,7 @@ class DPModel(keras.Model):
             TypeError: the data are `Batches`.
         """
         fit_arguments.refuse_batches(args[0] if args else kwargs.get("x"), "x of evaluate")
-        with self._swapping(kwargs.get("callbacks")):
+        with self._evaluating(kwargs.get("callbacks")):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -649,10 +649,10 @@ class DPModel(keras.Model):
             TypeError: the data are `Batches`.
         """
         fit_arguments.refuse_batches(args[0] if args else kwargs.get("x"), "x of predict")
-        with self._swapping(kwargs.get("callbacks")):
+        with self._evaluating(kwargs.get("callbacks")):
             return super().predict(*args, **kwargs)
 
-    def _swapping(self, callbacks):
+    def _evaluating(self, callbacks):
         """Accepts the rounding that `SwapEMAWeights` leaves when it swaps weights in and back.
 
         Within `fit`, where weights move anyhow, layers that take in what they are evaluated on
