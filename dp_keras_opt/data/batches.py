@@ -126,7 +126,7 @@ class Batches:
             lambda x, y, *rows: (*_filled(made, run(*_present((x, y)))), *rows),
             num_parallel_calls=at_once,
         )
-        return dataclasses.replace(self, dataset=mapped.prefetch(tf.data.AUTOTUNE))
+        return dataclasses.replace(self, dataset=mapped.prefetch(2))
 
     @property
     def unreadable(self) -> dict[int, str]:

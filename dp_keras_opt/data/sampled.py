@@ -689,12 +689,14 @@ def _gathered(examples, draws, rows, block, sampling, steps, order_seed=None):
 
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False  # they copy the tensors
+    # Its thread often misses that a pass ends, which then waits for it: up to a minute.
+    options.autotune.enabled = False
     dataset = (
         tf.data.Dataset.from_generator(indices, output_signature=tf.TensorSpec([rows], tf.int64))
         # Captures the tensors: as constants they could not exceed 2 GB.
         .map(gather, num_parallel_calls=tf.data.AUTOTUNE)
         .apply(tf.data.experimental.assert_cardinality(steps))
-        .prefetch(tf.data.AUTOTUNE)
+        .prefetch(2)
         .with_options(options)
     )
     # Without their `RowInfo`, training refuses batches that are padded.

@@ -1,9 +1,12 @@
-"""A script that ends while batches are made ends: it neither hangs nor crashes."""
+"""What ends while batches are made ends: a script does not hang or crash, a pass does not wait."""
 
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+import dp_keras_opt as dp
 
 START = """
 import time
@@ -49,3 +52,13 @@ def test_a_script_ends_while_batches_are_made(program, threads):
     else:
         assert "KeyboardInterrupt" in run.stderr
         assert run.returncode in (1, 130, -2)
+
+
+def test_no_pass_waits_for_the_tuning_of_its_pipeline():
+    # TensorFlow's thread for it, of which we have no use, often sleeps on when an iterator is
+    # deleted: for as long as it has run, and up to a minute, at the end of each epoch.
+    x, y = np.zeros((40, 3), "float32"), np.zeros(40, "float32")
+    drawn = dp.data.poisson_batches((x, y), batch_size=8)
+    public = dp.data.with_public(drawn, (x, y))
+    for batches in (drawn, drawn.map(lambda x, y: (2 * x, y)), public):
+        assert not batches.dataset.options().autotune.enabled
