@@ -492,6 +492,16 @@ class PrivacyGuard:
             "dp_keras_opt.accounting.calibrate finds how much."
         )
 
+    def check_end(self, steps: float) -> None:
+        """Refuses to begin what would pass the end of its noise, if no budget may end it before.
+
+        Raises:
+            ValueError: naming what ends.
+        """
+        current = self._ledger.current
+        if current is not None and self.budget is None and steps < math.inf:
+            current.check_end(steps)
+
     def check_filter(self, model: Any, budget: Budget | None) -> None:
         """Refuses a budget that is not that of the privacy filter under which earlier steps ran.
 

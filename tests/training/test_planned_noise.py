@@ -443,3 +443,30 @@ def test_no_epochs_find_no_noise():
     assert model.optimizer.noise_multiplier is None
     model.fit(_poisson(), epochs=2, verbose=0, callbacks=[_budget()])
     assert model.ledger.steps == 10
+
+
+@pytest.mark.parametrize("part", ["schedule", "mechanism"])
+def test_what_would_pass_the_end_of_the_noise_is_refused_before_its_first_step(part):
+    if part == "schedule":
+        batches, noise = _poisson(), {"noise_schedule": dp.noise.schedules.Fixed([1.0] * 7)}
+    else:
+        batches = dp.data.fixed_order_epochs((X, Y), B)
+        noise = {"noise": dp.noise.BandedMatrix(bands=2, steps=7)}
+    model = _model(noise_multiplier=2.0, **noise)
+    with pytest.raises(ValueError, match=r"steps=10 .* 7 are left"):
+        model.fit(batches, epochs=2, verbose=0)
+    assert model.ledger.steps == model.optimizer.iterations == 0
+    model.fit(batches, epochs=1, verbose=0)
+    if part == "schedule":  # correlated noise begins anew with each fit
+        with pytest.raises(ValueError, match=r"steps=5 .* 2 are left"):
+            model.fit(batches, epochs=1, verbose=0)
+    assert model.ledger.steps == 5
+
+
+def test_a_budget_may_end_a_fit_before_its_noise_ends():
+    model = _model(noise_multiplier=2.0, noise_schedule=dp.noise.schedules.Fixed([1.0] * 7))
+    batches = _poisson()
+    limit = dp.accounting.epsilon(model.optimizer, batches.sampling, 6, DELTA, accountant="rdp")
+    with pytest.warns(UserWarning, match="stopped after 6"):
+        model.fit(batches, epochs=2, verbose=0, callbacks=[_budget(limit * 1.0001)])
+    assert model.ledger.steps == 6
