@@ -408,7 +408,8 @@ class DPModel(keras.Model):
             print(found, flush=True)
         if planned and not before:
             guard.check_beginning(at_once)
-        guard.check_end(planned + overhang)
+        if not fit_arguments.may_go_on(callbacks):
+            guard.check_end(planned + overhang)
         guard.history.let_move(self.weights)
         try:
             with (

@@ -225,6 +225,13 @@ def refuse_bare_checkpoints(callbacks: Any) -> None:
             )
 
 
+def may_go_on(callbacks: Any) -> bool:
+    """Whether one of these callbacks leaves out epochs of a `fit` that an earlier one has done."""
+    return any(
+        isinstance(callback, keras.callbacks.BackupAndRestore) for callback in each(callbacks)
+    )
+
+
 def budget_of(callbacks: Any) -> Budget | None:
     """The `Budget` that one of these callbacks carries, or None.
 

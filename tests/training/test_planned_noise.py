@@ -470,3 +470,21 @@ def test_a_budget_may_end_a_fit_before_its_noise_ends():
     with pytest.warns(UserWarning, match="stopped after 6"):
         model.fit(batches, epochs=2, verbose=0, callbacks=[_budget(limit * 1.0001)])
     assert model.ledger.steps == 6
+
+
+def test_a_fit_that_goes_on_has_noise_for_what_is_left(tmp_path):
+    model = _model(noise_multiplier=2.0, noise_schedule=dp.noise.schedules.Fixed([1.0] * 10))
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1 and not model.interrupted:
+                model.interrupted = True
+                raise KeyboardInterrupt
+
+    model.interrupted = False
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(_poisson(), epochs=2, verbose=0, callbacks=[backup, Interrupts()])
+    assert model.ledger.steps == 5
+    model.fit(_poisson(), epochs=2, verbose=0, callbacks=[backup, Interrupts()])
+    assert model.ledger.steps == 10
