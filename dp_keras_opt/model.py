@@ -432,7 +432,8 @@ class DPModel(keras.Model):
                 if not guard.affords(at_once):
                     params = getattr(history, "params", None) or {}
                     length = params.get("steps")  # not of one's own CallbackList
-                    guard.warn_of_end(ran, None if length is None else length * (last - first))
+                    of = None if length is None else length * (last - first)
+                    guard.warn_of_end(ran, of, at_once)
             return history
         finally:
             if self.ledger.steps:

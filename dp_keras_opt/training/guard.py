@@ -481,9 +481,11 @@ class PrivacyGuard:
 
         Raises:
             PrivacyBudgetError: they do.
+            ValueError: it is their noise that ends.
         """
         if self.budget is None or self.affords(steps):
             return
+        self._check_noise_of(self._until_end(steps))
         spent = self._ledger.epsilon(self.budget.delta, self.budget.accountant)
         raise PrivacyBudgetError(
             f"The privacy budget {self.budget} affords not even the first {steps} step(s), so "
@@ -498,9 +500,12 @@ class PrivacyGuard:
         Raises:
             ValueError: naming what ends.
         """
-        current = self._ledger.current
-        if current is not None and self.budget is None and steps < math.inf:
-            current.check_end(steps)
+        if self.budget is None and steps < math.inf:
+            self._check_noise_of(steps)
+
+    def _check_noise_of(self, steps):
+        if self._ledger.current is not None:
+            self._ledger.current.check_end(steps)
 
     def check_filter(self, model: Any, budget: Budget | None) -> None:
         """Refuses a budget that is not that of the privacy filter under which earlier steps ran.
@@ -510,23 +515,26 @@ class PrivacyGuard:
         """
         check_held(self.ledger(model).of_data_set(), None if budget is None else budget.filter)
 
-    def warn_of_end(self, steps: int, planned: int | None) -> None:
-        """Says that the budget ended a `fit` early, if it did.
+    def warn_of_end(self, steps: int, planned: int | None, more: int) -> None:
+        """Says that the budget, or what noise there is, ended a `fit` early, if it did.
 
         Args:
             steps: how many steps it ran.
             planned: how many it was to run, None if not known.
+            more: how many more were not allowed.
         """
         if planned is None or steps < planned:
             of = "" if planned is None else f" of {planned}"
+            why = f"The privacy budget {self.budget} allows no further step"
             on = "To train on, pass a PrivacyBudget with a larger epsilon."
             if self.budget is not None and self.budget.filter:
                 on = "It was fixed before the first step: only steps with more noise may be left."
-            warnings.warn(
-                f"The privacy budget {self.budget} allows no further step: training stopped after "
-                f"{steps}{of} steps. {on}",
-                stacklevel=3,
-            )
+            current = self._ledger.current
+            left, end = (math.inf, "") if current is None else current.end
+            if left < self._until_end(more):
+                why = f"No noise is left for further steps ({end})"
+                on = "To train on, make the optimizer's noise for more."
+            warnings.warn(f"{why}: training stopped after {steps}{of} steps. {on}", stacklevel=3)
 
     def warn_past_plan(self, optimizer: Any, now: int, steps: float) -> None:
         """Says, once, that after `now` so many steps go past what the noise was found for."""

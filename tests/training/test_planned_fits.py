@@ -35,10 +35,12 @@ def _unknown(steps=STEPS):
     return dp.data.assume_sampling(_elements(steps).filter(lambda *_: True), POISSON)
 
 
-def _model(**compiled):
+def _model(noise_schedule=None, **compiled):
     inputs = keras.Input((3,))
     model = dp.DPModel(inputs, layers.Dense(1)(inputs))
-    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=2.0, batch_size=B)
+    optimizer = dp.optimizers.DPSGD(
+        0.1, clip_norm=1.0, noise_multiplier=2.0, batch_size=B, noise_schedule=noise_schedule
+    )
     model.compile(optimizer, "mse", **compiled)
     return model
 
@@ -196,15 +198,20 @@ def test_train_on_batch_has_no_plan():
 
 
 def test_a_schedule_that_ends_before_the_plan():
-    inputs = keras.Input((3,))
-    model = dp.DPModel(inputs, layers.Dense(1)(inputs))
-    optimizer = dp.optimizers.DPSGD(
-        0.1, clip_norm=1.0, noise_multiplier=2.0, batch_size=B, noise_schedule=[1.0] * 7
-    )
-    model.compile(optimizer, "mse")
-    with pytest.raises(ValueError, match="end of the noise schedule"):
-        model.fit(_batches(), epochs=10, verbose=0)
+    model = _model(noise_schedule=[1.0] * 7)
+    budget = dp.callbacks.PrivacyBudget(1e3, DELTA)  # which might end it before
+    with pytest.warns(UserWarning, match=r"No noise is left.*has 7 steps.*after 7 of"):
+        model.fit(_batches(), epochs=10, verbose=0, callbacks=[budget])
     _guarantees(model, 7)
+    assert model.ledger.steps == 7
+
+
+def test_a_schedule_that_ends_before_the_first_execution():
+    model = _model(noise_schedule=[1.0] * 2, steps_per_execution=STEPS)
+    budget = dp.callbacks.PrivacyBudget(1e3, DELTA)
+    with pytest.raises(ValueError, match="end of the noise schedule"):
+        model.fit(_batches(), epochs=10, verbose=0, callbacks=[budget])
+    assert model.ledger.steps == 0
 
 
 def test_a_ledger_exchanged_in_the_middle_keeps_the_plan(tmp_path):
