@@ -208,7 +208,7 @@ def _least(trainings, past, epsilon, delta, accountant):
     uncut = dataclasses.replace(trainings, sampling=trainings.sampling.uncut)
     multiplier = _search(alone(uncut, rough, 2), epsilon, 1.0, 1e-2)
     multiplier = _search(alone(uncut, accountant, _ROUGHLY), epsilon, multiplier, _TOLERANCE)
-    if not isinstance(trainings.schedule, schedules.Constant) or uncut != trainings:
+    if trainings.segment(1.0).changes or uncut != trainings:
         multiplier = _refined(alone(trainings, accountant, MAX_DISTINCT), epsilon, multiplier)
 
     def total(multiplier):

@@ -441,7 +441,7 @@ def cyclic_poisson(
 
     Raises:
         ValueError, TypeError: as `balls_in_bins`; too many groups, or `steps_per_epoch` is no
-            multiple of them.
+            multiple of them; an `order_seed` that can be guessed, under "add_or_remove_one".
 
     Reference: Choquette-Choo et al., "(Amplified) banded matrix factorization: a unified approach
     to private training", NeurIPS 2023, arXiv:2306.08153, section 5.
@@ -472,6 +472,14 @@ def cyclic_poisson(
         raise ValueError(
             f"steps_per_epoch={steps_per_epoch} is not a multiple of groups={groups}: the next "
             "iteration would begin with the first group too soon."
+        )
+    if order_seed is not None and order_seed < 2**64 and adjacency == "add_or_remove_one":
+        raise ValueError(
+            f"order_seed={order_seed} can be guessed. Whoever knows it knows the group of each "
+            f"{word} by its place; without one {word} the places of those after it are others, and "
+            "so are their groups: the guarantee for one added or removed would not hold. Leave "
+            "order_seed=None, or give what resume_run returned; or, for groups that are known, "
+            "adjacency='zero_out'."
         )
     order_seed = _shared_seed() if order_seed is None else order_seed
     members = units.in_groups(groups, order_seed)

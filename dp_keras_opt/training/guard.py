@@ -204,7 +204,10 @@ class PrivacyGuard:
                 self._settle(optimizer, reserved, before)
                 raise
             except BaseException:
-                if optimizer.noise.is_correlated:  # past noise of a step that released nothing
+                # It counts, but is no step of those to come: it drew noise that is in no release,
+                # and a factor of the schedule that the next step has again.
+                current = self._ledger.current
+                if optimizer.noise.is_correlated or (current is not None and current.changes):
                     self._ledger.close()
                 raise
             finally:

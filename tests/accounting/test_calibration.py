@@ -30,6 +30,15 @@ def test_hits_the_budget_from_below(make_optimizer, sampling, accountant, budget
     assert accounting.epsilon(optimizer, sampling, 300, delta, accountant) > budget
 
 
+def test_many_batch_sizes_are_calibrated_as_exactly(make_optimizer):
+    sizes = accounting.BatchSizes.from_function(lambda step: 50 + 15 * step, 24)
+    optimizer, sampling = make_optimizer(batch_size=sizes), Sampling.poisson(20_000, sizes)
+    found = accounting.calibrate(optimizer, sampling, 24, 1.0, DELTA)
+    assert accounting.epsilon(optimizer, sampling, 24, DELTA) <= 1.0
+    optimizer.noise_multiplier = found * (1 - 1e-3)
+    assert accounting.epsilon(optimizer, sampling, 24, DELTA) > 1.0
+
+
 def test_without_replacement(make_optimizer):
     optimizer, sampling = make_optimizer(), Sampling.without_replacement(80_000, 64)
     accounting.calibrate(optimizer, sampling, 10, 2.0, DELTA)

@@ -212,7 +212,7 @@ SAMPLERS = {
     "truncated": lambda data, **how: dp.data.poisson_batches(
         data, B, 6, max_batch_size=7, seed=1, **how
     ),
-    "cyclic": lambda data, **how: dp.data.cyclic_poisson(data, B, 3, 6, order_seed=1, **how),
+    "cyclic": lambda data, **how: dp.data.cyclic_poisson(data, B, 3, 6, order_seed=2**64, **how),
     "fixed order": lambda data, **how: dp.data.fixed_order_epochs(data, B, order_seed=1, **how),
     "balls in bins": lambda data, **how: dp.data.balls_in_bins(data, B, seed=1, **how),
     "without replacement": lambda data, **how: dp.data.without_replacement_batches(

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import dp_keras_opt as dp
 from dp_keras_opt.data import doubts
+from dp_keras_opt.data.samplers import random_groups
 
 N, B, K, CLIP = 37, 8, 3, 0.05
 _rng = np.random.default_rng(0)
@@ -546,6 +547,23 @@ def test_a_dataset_of_tensorflow_is_read_once():
     assert sorted(first.ravel()) == list(range(N))
     with pytest.raises(TypeError, match="can come in another order than their users"):
         dp.data.poisson_users(shuffled, USERS, 3, examples_per_user=2, map=lambda x, y: (x, y))
+
+
+def test_groups_that_can_be_guessed_are_refused_where_places_move():
+    """By a seed that is known the groups follow from the places, which move with one row less."""
+    seed = 42
+    whole = random_groups(40, 4, seed)
+    less = random_groups(39, 4, seed)
+    before = {int(row): turn for turn, rows in enumerate(whole) for row in rows if row}
+    after = {int(row) + 1: turn for turn, rows in enumerate(less) for row in rows}
+    assert before.keys() == after.keys()  # all but the first row
+    assert sum(before[row] != after[row] for row in before) > 20
+    with pytest.raises(ValueError, match="order_seed=42 can be guessed.*zero_out"):
+        dp.data.cyclic_poisson((X, Y), B, 2, order_seed=seed)
+    dp.data.cyclic_poisson((X, Y), B, 2, order_seed=seed, adjacency="zero_out")
+    drawn = dp.data.cyclic_poisson((X, Y), B, 2)
+    again = dp.data.cyclic_poisson((X, Y), B, 2, order_seed=drawn.order_seed)
+    assert again.order_seed == drawn.order_seed
 
 
 def test_shards_of_shards_and_public_shards_are_refused():

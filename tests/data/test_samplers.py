@@ -503,7 +503,9 @@ def test_the_old_name_of_what_tells_padding_from_data():
     "make",
     [
         lambda **seed: dp.data.fixed_order_epochs(ids_and_targets(12), 4, **seed),
-        lambda **seed: dp.data.cyclic_poisson(ids_and_targets(12), 2, 3, **seed),
+        lambda **seed: dp.data.cyclic_poisson(
+            ids_and_targets(12), 2, 3, adjacency="zero_out", **seed
+        ),
     ],
 )
 def test_the_old_name_of_the_order(make):

@@ -114,9 +114,11 @@ def of_users(n):
 
 def in_turns(n):
     def batches(data):
-        return dp.data.cyclic_poisson(data, n // 4, 2, 4, physical_batch_size=n, order_seed=1)
+        return dp.data.cyclic_poisson(
+            data, n // 4, 2, 4, physical_batch_size=n, adjacency="zero_out", order_seed=1
+        )
 
-    return Sampling.cyclic_poisson(n, n // 4, 2), 4, batches
+    return Sampling.cyclic_poisson(n, n // 4, 2, "zero_out"), 4, batches
 
 
 def fixed_order(n):

@@ -93,6 +93,36 @@ def test_an_interrupt_within_a_step_counts_it(model):
     assert on_file(model) == 1
 
 
+@pytest.mark.parametrize("how", ["train_on_batch", "fit"])
+def test_training_goes_on_after_a_step_that_failed_under_a_noise_schedule(how):
+    inputs = keras.Input((4,))
+    model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
+    optimizer = dp.optimizers.DPSGD(
+        0.1, clip_norm=1.0, batch_size=8, noise_multiplier=1.0, noise_schedule=[1.0, 2.0, 3.0, 4.0]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=False)
+    sampling = dp.accounting.Sampling.poisson(100, 8)
+    x, labels, beyond = np.ones((8, 4), "float32"), np.zeros(8, "int32"), np.full(8, 9, "int32")
+
+    def step(y):
+        if how == "fit":
+            data = tf.data.Dataset.from_tensors((x, y))
+            model.fit(dp.data.assume_sampling(data, sampling), verbose=0)
+        else:
+            model.sampling = sampling
+            model.train_on_batch(x, y)
+
+    step(labels)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(beyond)
+    step(labels)
+    counted = [(each.first_step, each.steps) for each in model.ledger.segments]
+    assert sum(steps for _, steps in counted) == 3  # with the one that failed
+    assert model.optimizer.iterations == 2
+    assert counted[-1] == (1, 1)  # at α = 2, the factor of the second step
+
+
 def test_data_that_end_early(model):
     data = batches()
     data = dp.data.assume_sampling(

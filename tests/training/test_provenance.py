@@ -243,6 +243,7 @@ def test_what_is_not_to_be_composed_is_listed_apart():
     assert "privacy for one user with epsilon" in text
     assert "privacy for one example with epsilon" in text
     assert "the epsilons add up" in text and "n = 24 users" in text
+    assert "as many units as a person has" in text  # examples, of whom there are users
     with pytest.raises(ValueError, match="do not compose"):
         report.epsilon  # noqa: B018
     with pytest.raises(ValueError, match="do not compose"):
