@@ -54,7 +54,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         if fcntl is None:
             raise RuntimeError("A ledger in a file needs the file locks of POSIX systems.")
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()  # also where the process changes its directory
         self._writer = os.getpid()
         self._broken = None
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import secrets
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from dp_keras_opt import deprecation
 from dp_keras_opt.accounting import accountant as accountants
@@ -29,6 +31,19 @@ from dp_keras_opt.noise.mechanism import Release
 from dp_keras_opt.types import Accountant, Path
 
 _MOST_STEPS = 2**40
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _alone(method: _Method) -> _Method:
+    """A method that no other thread meets halfway: what both enter would be counted once."""
+
+    @functools.wraps(method)
+    def held(self, *args, **kwargs):
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return held  # type: ignore[return-value]
 
 
 class Ledger:
@@ -64,6 +79,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        self._lock = threading.RLock()
         self._closed = []
         self._current: Any = None
         self._pending = 0  # steps reserved and not yet settled
@@ -148,6 +164,7 @@ class Ledger:
         """Number of steps of all segments."""
         return _steps(self.segments)
 
+    @_alone
     def begin(
         self,
         releases: Sequence[Release],
@@ -200,6 +217,7 @@ class Ledger:
         self.close()
         self._current = segment
 
+    @_alone
     def enter(self, segment: Segment) -> None:
         """Counts what is about to be released beside the training, once and as a whole.
 
@@ -244,6 +262,7 @@ class Ledger:
             "with it, or train on without it, which begins a new run."
         )
 
+    @_alone
     def resume(self, run: str, steps: int) -> None:
         """Makes the closed segment of a run the current one again, under a new name.
 
@@ -260,6 +279,7 @@ class Ledger:
         self._closed.remove(found)
         self._current = resumed
 
+    @_alone
     def plan(self, steps: float) -> None:
         """Says how many further steps of the current segment are planned, before they run.
 
@@ -281,6 +301,7 @@ class Ledger:
         planned = current.steps + min(steps, current.end[0])
         self._replace(current, planned=max(current.planned or 0, planned))
 
+    @_alone
     def fulfil(self, run: str) -> None:
         """Says that a run did what was planned last, or as much as there were data or budget for.
 
@@ -291,6 +312,7 @@ class Ledger:
                 planned = max(self._earlier.get(run) or 0, segment.steps)
                 self._replace(segment, planned=planned)
 
+    @_alone
     def reserve(self, steps: int, run: str | None = None) -> None:
         """Counts `steps` steps that are about to run.
 
@@ -311,6 +333,7 @@ class Ledger:
         self._add(steps)
         self._pending += steps
 
+    @_alone
     def settle(self, reserved: int, executed: int) -> None:
         """Gives back those reserved steps that provably did not run.
 
@@ -418,6 +441,7 @@ class Ledger:
         """The guarantee in words; see `accounting.statement`."""
         return statement(self, delta, accountant, group_size)
 
+    @_alone
     def merge(self, other: Ledger) -> None:
         """Adds the history of `other`, counting once what both have recorded.
 
@@ -433,6 +457,7 @@ class Ledger:
         self.absorb(other)
         self.close()
 
+    @_alone
     def absorb(self, other: Ledger) -> None:
         """Does as `merge`, but goes on with the current segment, unless `other` knows more of it.
 
@@ -463,7 +488,10 @@ class Ledger:
 
     def __getstate__(self):
         # A copy (copy, pickle) that trains on is another run than the original, and has no file.
-        return vars(Ledger.of_segments(self.segments))
+        return {"segments": self.segments}
+
+    def __setstate__(self, state):
+        vars(self).update(vars(Ledger.of_segments(state["segments"])))
 
     def to_json(self) -> str:
         """The ledger as text."""
@@ -523,6 +551,7 @@ class Ledger:
         if self._journal and self._journal.knows(segment.run):
             self._journal.record(changed)
 
+    @_alone
     def close(self) -> None:
         """Ends the current segment: the next steps need a `begin`."""
         self.sync()
@@ -530,16 +559,19 @@ class Ledger:
             self._closed.append(self._current)
         self._current, self._pending = None, 0
 
+    @_alone
     def _drop_last(self):
         """Takes out the last segment, which another entry covers: of a private selection."""
         self.close()
         self._closed.pop()
 
+    @_alone
     def sync(self) -> None:
         """Writes into the file how many steps of the current segment ran, without those ahead."""
         if self._journal and self._current and self._journal.knows(self._current.run):
             self._journal.record(self._current)
 
+    @_alone
     def unlock(self) -> None:
         """Ends the current segment and gives up the file, for another process to write to."""
         self.close()

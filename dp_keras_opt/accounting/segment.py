@@ -27,7 +27,8 @@ CONDITIONS = {
     ),
     "batch seed": (
         "Seed of the batches: it was given. Whoever knows it knows who is in which batch: against "
-        "them sampling amplifies nothing, and epsilon is larger."
+        "them sampling amplifies nothing, and epsilon is larger; under add_or_remove_one, where "
+        "one more changes what is drawn for all, there is NO DIFFERENTIAL PRIVACY."
     ),
     "stated sampling": (
         "Batches: somebody's own. Epsilon rests on their word for how these were sampled, which "

@@ -718,7 +718,8 @@ def _root(name, seed):
         return None
     warnings.warn(
         f"{name} got seed={seed}: whoever knows the seed knows who is in which batch, and against "
-        "them sampling amplifies nothing. Leave seed=None outside of tests.",
+        "them sampling amplifies nothing, and under add_or_remove_one there is no guarantee at "
+        "all. Leave seed=None outside of tests.",
         stacklevel=3,
     )
     worker = place()[0]

@@ -1,8 +1,12 @@
 """The examples of each user, and which of them take part once the user is drawn. NumPy only."""
 
 import numbers
+import warnings
 
 import numpy as np
+
+#: What texts are made of an id that is missing, as by `astype(str)`.
+_MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
 
 
 def examples_by_user(users, n):
@@ -48,7 +52,16 @@ def as_array(users):
             "`users` must be integers or strings, one kind of them and none missing; received "
             f"{sorted({type(each).__name__ for each in users})}."
         )
-    return np.asarray(users)
+    ids = np.asarray(users)
+    texts = ids.dtype.kind in "OU"
+    if found := [repr(name) for name in _MISSING if texts and np.any(ids == name)]:
+        warnings.warn(
+            f"{' and '.join(found)} is taken for the id of one user. If it stands for ids "
+            "that are missing, those persons are protected only as if they were one: give each of "
+            "their examples an id of its own, or leave it out.",
+            stacklevel=2,
+        )
+    return ids
 
 
 def _kind(value):

@@ -159,7 +159,6 @@ def _sampling_of_arrays(call, optimizer):
             f"batch_size={optimizer.batch_size} of the optimizer is for Poisson sampling: pass "
             "dp_keras_opt.data.poisson_batches((x, y), batch_size) to fit, and not arrays."
         )
-    call.batch_size = call.batch_size or optimizer.batch_size or _KERAS_BATCH_SIZE
     if call.validation_split and call.validation_data is None:
         examples = fit_arguments.readable((call.x, call.y, call.sample_weight))
         (call.x, call.y, call.sample_weight), call.validation_data = train_validation_split(
@@ -167,6 +166,8 @@ def _sampling_of_arrays(call, optimizer):
         )
     call.validation_split = 0.0
     num_examples = tree.flatten(call.x)[0].shape[0]
+    of_keras = min(_KERAS_BATCH_SIZE, num_examples)
+    call.batch_size = call.batch_size or optimizer.batch_size or of_keras
     accounted, shuffled = optimizer.calibrated_for, Sampling.shuffled(num_examples, call.batch_size)
     planned_so = accounted is not None and (
         (accounted.num_examples, accounted.batch_size) == (num_examples, call.batch_size)

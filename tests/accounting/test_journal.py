@@ -244,6 +244,17 @@ def test_a_file_that_was_deleted_stops_the_training(path, gaussians):
         ledger.reserve(1)
 
 
+def test_a_relative_path_is_that_of_the_folder_it_was_given_in(tmp_path, gaussians, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger("spent.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ledger.begin(gaussians(1.0), POISSON)
+    ledger.reserve(3)
+    assert Ledger.read(tmp_path / "spent.jsonl").steps >= 3
+    ledger.unlock()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_is_read_only(tmp_path):
     tmp_path.chmod(0o500)

@@ -1,12 +1,15 @@
+import concurrent.futures
 import copy
 import json
 import math
 import pickle
+import sys
 
 import dp_accounting
 import pytest
 
 from dp_keras_opt.accounting import Ledger, Sampling
+from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.noise import schedules
 
 DELTA = 1e-5
@@ -269,3 +272,33 @@ def test_refuses_text_that_is_not_a_ledger(make_ledger, change):
     for text in ("", "[]", "{}", None):
         with pytest.raises(ValueError, match="text is not a ledger"):
             Ledger.from_json(text)
+
+
+def test_releases_of_several_threads_are_all_counted(gaussians):
+    """Each read what was there, and wrote it back with its own: others' were lost."""
+    ledger, count, interval = Ledger(), 400, sys.getswitchinterval()
+    ledger.begin(gaussians(1.0), POISSON)
+
+    def release(number):
+        ledger.enter(Segment(f"{number}", gaussians(1.0), schedules.Constant(), POISSON, steps=1))
+        ledger.reserve(1)
+
+    sys.setswitchinterval(1e-5)  # threads take turns in the middle of what each does
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(release, range(count)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(ledger.segments) == count + 1
+    assert ledger.steps == 2 * count
+
+
+def test_copies_of_a_ledger_are_whole(gaussians):
+    ledger = Ledger()
+    ledger.begin(gaussians(1.0), POISSON)
+    ledger.reserve(5)
+    for copied in (copy.deepcopy(ledger), pickle.loads(pickle.dumps(ledger))):
+        assert copied.steps == 5 and copied.current is None and copied.path is None
+        copied.begin(gaussians(1.0), POISSON)
+        copied.reserve(1)
+        assert (copied.steps, ledger.steps) == (6, 5)

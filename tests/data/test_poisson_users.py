@@ -5,6 +5,7 @@ Statistical tests state their false-alarm rate, and run on a fixed seed.
 
 import dataclasses
 import json
+import warnings
 
 import dp_accounting
 import keras
@@ -16,6 +17,7 @@ import tensorflow as tf
 import dp_keras_opt as dp
 from dp_keras_opt.accounting import Sampling
 from dp_keras_opt.data import RowInfo
+from dp_keras_opt.data.users import examples_by_user
 from tests.helpers.datasets import numpy_elements
 from tests.helpers.normals import assert_exactly
 from tests.helpers.per_example import assert_close, clip_and_sum
@@ -140,6 +142,16 @@ def test_ids_may_be_words():
 def test_ids_that_could_hide_a_person_are_refused(users, words):
     with pytest.raises((TypeError, ValueError), match=words):
         dp.data.poisson_users((X, Y), users, 2, examples_per_user=K)
+
+
+@pytest.mark.parametrize("dtype", [str, object])
+def test_a_text_that_says_missing_draws_a_warning(dtype):
+    ids = np.array(["a", "nan", "b", "nan", "", "c"], dtype)
+    with pytest.warns(UserWarning, match="'' and 'nan' is taken for the id of one user"):
+        assert len(examples_by_user(ids, 6)) == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        examples_by_user(np.array(["a", "Nan Goldin", "none"], dtype), 3)
 
 
 def test_other_arguments_are_refused():

@@ -441,3 +441,13 @@ def test_fit_goes_through_a_pass_in_parts():
     (segment,) = model.ledger.segments
     assert segment.steps == 8 and segment.event().count == 2
     assert batches.sampling.passes.begun == 2
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_fewer_rows_than_the_batches_of_keras_are_one_batch(shuffle):
+    inputs = keras.Input((3,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0), "mse")
+    model.fit(X[:20], Y[:20], epochs=2, verbose=0, shuffle=shuffle, validation_split=0.2)
+    assert model.ledger.steps == 2 and model.optimizer.batch_size == 16
+    assert model.ledger.segments[-1].sampling.num_examples == 16
