@@ -3,8 +3,8 @@
     python examples/papers/at_length.py filtered     # hours; goes on where it was interrupted
     python examples/papers/at_length.py uneven
     python examples/papers/at_length.py logistic
-    python examples/papers/at_length.py delayed      # a run takes half an hour
-    python examples/papers/at_length.py scaled       # a run takes an hour or more
+    python examples/papers/at_length.py delayed      # a run takes a quarter of an hour
+    python examples/papers/at_length.py scaled       # a run takes three quarters of an hour
     python examples/papers/at_length.py filtered --quick     # minutes, to try it out
 
 Each optimizer gets as many trials for each of its hyper-parameters at each ε, a learning rate that

@@ -15,7 +15,7 @@
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 - clipped: how much of what a searched clip norm of a geometry brings one brings without: momentum
-  with smaller ones, definitions of nouns.
+  with smaller ones, also with planned noise, definitions of nouns.
 
 Tasks are those of choosing.py, and features; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many
 trials for each of its hyper-parameters: see at_length.py, whose options these are.
@@ -24,6 +24,7 @@ Writes NAME-TASK.csv (every run) and NAME.csv and .md (a table and a verdict) to
 output/papers/later.
 """
 
+import dataclasses
 import pathlib
 
 import at_length
@@ -33,7 +34,7 @@ import numpy as np
 
 import dp_keras_opt as dp
 from dp_keras_opt import filters, geometries
-from dp_keras_opt.tuning.candidates import Candidate, candidate, get
+from dp_keras_opt.tuning.candidates import Candidate, get
 
 BASELINES = ("DPSGD, momentum", "DPAdam, bias-corrected")
 #: Of clip norms in units of the length that is expected.
@@ -170,14 +171,20 @@ def probed():
 def clipped():
     """Smaller clip norms than that of the task, 1."""
     momentum, _ = BASELINES
-    how = {"momentum": 0.9, "space": get(momentum).space, "per_norm": True}
-    smaller = [
-        candidate(f"{momentum}, C = {norm}", "DPSGD", clip_norm=norm, **how) for norm in (0.3, 0.1)
-    ]
+
+    def smaller(name, norm):
+        plain = get(name)
+
+        def make(run, **values):
+            return plain.make(dataclasses.replace(run, clip_norm=norm), **values)
+
+        return dataclasses.replace(plain, name=f"{name}, C = {norm}", make=make)
+
+    found = [smaller(momentum, 0.3), smaller(momentum, 0.1)]
     return experiment(
         {"definitions": choosing.definitions},
-        smaller,
-        [(smaller[1].name, smaller[0].name)],
+        [*found, smaller(f"{momentum}, planned noise", 0.1)],
+        [(found[1].name, found[0].name)],
         "The smaller, the better.",
     )
 

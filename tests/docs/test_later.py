@@ -73,10 +73,13 @@ def test_a_geometry_of_probes_differs_in_that_alone():
 
 
 def test_smaller_clip_norms_have_steps_of_the_same_length():
-    momentum = made(later.others())["DPSGD, momentum"]
-    for norm, optimizer in zip((0.3, 0.1), made(later.clipped()).values(), strict=True):
-        assert differences(momentum, optimizer) == {"clip_norm"} and optimizer.clip_norm == norm
-        lengths = [float(each.learning_rate) * each.clip_norm for each in (momentum, optimizer)]
+    candidates = later.clipped().candidates
+    assert [each.groups for each in candidates] == [1, 1, 8]
+    for norm, candidate in zip((0.3, 0.1, 0.1), candidates, strict=True):
+        plain = dp.tuning.get(candidate.name.removesuffix(f", C = {norm}"))
+        whole, optimizer = (each.make(RUN, **each.middle()) for each in (plain, candidate))
+        assert differences(whole, optimizer) == {"clip_norm"} and optimizer.clip_norm == norm
+        lengths = [float(each.learning_rate) * each.clip_norm for each in (whole, optimizer)]
         np.testing.assert_allclose(*lengths, rtol=1e-6)
 
 
