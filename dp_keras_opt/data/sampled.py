@@ -473,6 +473,7 @@ def cyclic_poisson(
             f"steps_per_epoch={steps_per_epoch} is not a multiple of groups={groups}: the next "
             "iteration would begin with the first group too soon."
         )
+    # Those that are drawn have 128 random bits.
     if order_seed is not None and order_seed < 2**64 and adjacency == "add_or_remove_one":
         raise ValueError(
             f"order_seed={order_seed} can be guessed. Whoever knows it knows the group of each "

@@ -31,7 +31,8 @@ def examples_by_user(users, n):
         raise ValueError(
             f"`users` must have one id for each of the {n} examples. Received: shape {ids.shape}"
         )
-    _, user, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    names, user, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    _warn_of_missing(names)
     return np.split(np.argsort(user, kind="stable"), np.cumsum(counts)[:-1])
 
 
@@ -52,16 +53,18 @@ def as_array(users):
             "`users` must be integers or strings, one kind of them and none missing; received "
             f"{sorted({type(each).__name__ for each in users})}."
         )
-    ids = np.asarray(users)
-    texts = ids.dtype.kind in "OU"
-    if found := [repr(name) for name in _MISSING if texts and np.any(ids == name)]:
+    return np.asarray(users)
+
+
+def _warn_of_missing(ids):
+    """Says which of these, each of which is there once, read like one that is missing."""
+    if found := [repr(name) for name in _MISSING if ids.dtype.kind in "OU" and name in ids]:
         warnings.warn(
             f"{' and '.join(found)} is taken for the id of one user. If it stands for ids "
             "that are missing, those persons are protected only as if they were one: give each of "
             "their examples an id of its own, or leave it out.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return ids
 
 
 def _kind(value):

@@ -528,15 +528,16 @@ class PrivacyGuard:
         """
         if planned is None or steps < planned:
             of = "" if planned is None else f" of {planned}"
-            why = f"The privacy budget {self.budget} allows no further step"
-            on = "To train on, pass a PrivacyBudget with a larger epsilon."
-            if self.budget is not None and self.budget.filter:
-                on = "It was fixed before the first step: only steps with more noise may be left."
             current = self._ledger.current
             left, end = (math.inf, "") if current is None else current.end
+            why = f"The privacy budget {self.budget} allows no further step"
             if left < self._until_end(more):
                 why = f"No noise is left for further steps ({end})"
                 on = "To train on, make the optimizer's noise for more."
+            elif self.budget is not None and self.budget.filter:
+                on = "It was fixed before the first step: only steps with more noise may be left."
+            else:
+                on = "To train on, pass a PrivacyBudget with a larger epsilon."
             warnings.warn(f"{why}: training stopped after {steps}{of} steps. {on}", stacklevel=3)
 
     def warn_past_plan(self, optimizer: Any, now: int, steps: float) -> None:
