@@ -12,7 +12,7 @@ import numpy as np
 from scipy.stats import qmc
 
 from dp_keras_opt import noise, optimizers
-from dp_keras_opt.checks import is_number
+from dp_keras_opt.checks import is_number, whole_number
 from dp_keras_opt.optimizers import catalog, moments
 
 
@@ -50,9 +50,11 @@ class Candidate:
         space: (low, high) for each value, drawn uniformly in the logarithm.
         groups: groups of cyclic Poisson sampling, for correlated noise; 1 is Poisson sampling.
         balls_in_bins: whether batches are those of `data.balls_in_bins`, whole epochs, instead.
+        passes: forward and backward passes of a step, as of a filter with several points. A run has
+            as many times fewer steps, so that all candidates get the same compute.
 
     Raises:
-        ValueError: batches are to be both.
+        ValueError: batches are to be both, or `passes` is no integer of 1 or more.
     """
 
     name: str
@@ -60,8 +62,10 @@ class Candidate:
     space: Mapping[str, tuple[float, float]]
     groups: int = 1
     balls_in_bins: bool = False
+    passes: int = 1
 
     def __post_init__(self):
+        whole_number(self.passes, "passes")
         if self.balls_in_bins and self.groups > 1:
             raise ValueError(
                 f"{self.name}: batches are balls in bins, or sampled from {self.groups} groups "
@@ -119,6 +123,7 @@ def candidate(
     space: Mapping[str, tuple[float, float]],
     groups: int = 1,
     balls_in_bins: bool = False,
+    passes: int = 1,
     per_norm: bool = False,
     decay: bool = False,
     **arguments: Any,
@@ -132,7 +137,7 @@ def candidate(
             steps, and `clip_share` stands for the clip norm in the optimizer's own geometry
             (`adaptive_clip_norm` of DP²): share / `RunInfo.noise`, with which the noise in a scaled
             coordinate is `clip_share`. Without either, the clip norm is that of the run.
-        groups, balls_in_bins: as in `Candidate`.
+        groups, balls_in_bins, passes: as in `Candidate`.
         per_norm: whether the learning rates in `space` are for gradients in units of the clip norm.
             So it makes sense for rules that do not scale gradients themselves: the best learning
             rate is then nearly the same for every clip norm that binds.
@@ -172,7 +177,7 @@ def candidate(
             every |= {"smoothness": smoothness, "strong_convexity": 0.1 * smoothness}
         return optimizer(batch_size=plan.batch_size, **every)
 
-    return Candidate(name, make, space, groups, balls_in_bins)
+    return Candidate(name, make, space, groups, balls_in_bins, passes)
 
 
 _SHARE = (0.1, 0.9)  # beyond 1, v̂ of scale-then-privatize would grow without end

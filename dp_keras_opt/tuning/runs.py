@@ -89,22 +89,25 @@ class Task:
     def steps_of(self, candidate: Candidate) -> int:
         """How many steps a run takes: whole rounds of the groups, or whole epochs.
 
+        Of steps with several passes there are as many times fewer.
+
         Raises:
             ValueError: one of these has more steps than a run.
         """
-        unit = self._round_of(candidate)
-        if unit > self.steps:
+        unit, steps = self._round_of(candidate), self.steps // candidate.passes
+        if unit > steps:
             raise ValueError(
                 f"{candidate.name} trains for whole rounds of {unit} steps (of the groups, or of "
-                f"an epoch), and a run has {self.steps}: it would train longer than others. Leave "
+                f"an epoch), and a run has {steps}: it would train longer than others. Leave "
                 "it out, or give the Task more steps."
             )
-        return self.steps // unit * unit
+        return steps // unit * unit
 
     def takes(self, candidate: Candidate) -> bool:
         """Whether the task has the data, the steps and the embeddings that a candidate needs."""
         has_data = self.public is not None or not candidate.needs_public
-        return has_data and self._round_of(candidate) <= self.steps and self._has_tables(candidate)
+        has_steps = self._round_of(candidate) <= self.steps // candidate.passes
+        return has_data and has_steps and self._has_tables(candidate)
 
     def _has_tables(self, candidate):
         if candidate.sparse_embeddings is None:

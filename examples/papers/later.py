@@ -7,9 +7,10 @@
 
 - rows: DP-AdaFEST: with noise on all rows of the tables in each step, and on chosen ones; ratings
   of films and definitions of nouns.
-- others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT),
-  geometries of the clip (a centre, AdaClip, which is DP-MacAdam with Adam, GeoClip), and
-  DP-Muon, beside momentum and bias-corrected Adam; ratings of films, pictures of clothes, English
+- others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT) or
+  two (DP-PMLF, in half the steps), geometries of the clip (a centre, AdaClip, which is DP-MacAdam
+  with Adam, GeoClip), DP-Muon, and a schedule-free average, beside momentum and bias-corrected
+  Adam; ratings of films, pictures of clothes, English
   text, visits to a doctor, incomes, definitions of nouns, and clothes by the record's features that
   need no network.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
@@ -74,7 +75,7 @@ def rows():
     )
 
 
-def variant(name, of, make_settings, **space):
+def variant(name, of, make_settings, passes=1, **space):
     """What `of` is, with the settings that `make_settings` makes of what is searched."""
     plain = get(of)
 
@@ -82,7 +83,7 @@ def variant(name, of, make_settings, **space):
         own = {key: values.pop(key) for key in space}
         return changed(plain.make(run, **values), **make_settings(**own))
 
-    return Candidate(name, make, {**plain.space, **space})
+    return Candidate(name, make, {**plain.space, **space}, passes=passes)
 
 
 def features():
@@ -115,15 +116,19 @@ def others():
     def sharpness_aware(radius):
         return {"gradient_filter": filters.SharpnessAware(radius)}
 
+    def per_example(beta):
+        return {"gradient_filter": filters.PerExampleMomentum(2, beta)}
+
     def in_geometry(geometry):
         return lambda clip_norm: {"geometry": geometry, "clip_norm": clip_norm}
 
-    def muon(run, learning_rate):
-        return dp.optimizers.DPOptimizer(
-            keras.optimizers.Muon(learning_rate),
-            clip_norm=run.clip_norm,
-            batch_size=run.batch_size,
-        )
+    def wrapped(inner):
+        def make(run, learning_rate):
+            return dp.optimizers.DPOptimizer(
+                inner(learning_rate), clip_norm=run.clip_norm, batch_size=run.batch_size
+            )
+
+        return make
 
     momentum, _ = BASELINES
     ada, geo = in_geometry(geometries.AdaClip()), in_geometry(geometries.GeoClip(8))
@@ -135,9 +140,18 @@ def others():
         variant(f"{momentum}, AdaClip", momentum, ada, clip_norm=LENGTHS),
         variant("DPAdam, AdaClip", "DPAdam", ada, clip_norm=LENGTHS),
         variant(f"{momentum}, GeoClip", momentum, geo, clip_norm=LENGTHS),
-        Candidate("DPOptimizer, Muon", muon, {"learning_rate": (1e-3, 0.1)}),
+        Candidate(
+            "DPOptimizer, Muon", wrapped(keras.optimizers.Muon), {"learning_rate": (1e-3, 0.1)}
+        ),
         variant("DPMuon, bias-corrected", "DPMuon", lambda: {"bias_correction": True}),
-    ]
+        variant(
+            f"{momentum}, per-example momentum", momentum, per_example, passes=2, beta=(0.1, 1.0)
+        ),
+        Candidate(
+            "DPOptimizer, schedule-free", wrapped(keras.optimizers.ScheduleFreeAdamW),
+            {"learning_rate": (1e-3, 0.1)},
+        ),
+    ]  # fmt: skip
     return experiment(
         {
             name: choosing.EVERY[name]

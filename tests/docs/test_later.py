@@ -45,6 +45,7 @@ def test_others_differ_in_what_their_name_says():
     optimizers, momentum = made(experiment), made(experiment)["DPSGD, momentum"]
     differ = {
         "DPSGD, momentum, sharpness-aware": {"gradient_filter"},
+        "DPSGD, momentum, per-example momentum": {"gradient_filter"},
         "DPSGD, momentum, around the mean": {"geometry"},
         "DPSGD, momentum, AdaClip": {"geometry", "clip_norm"},
         "DPSGD, momentum, GeoClip": {"geometry", "clip_norm"},
@@ -61,6 +62,9 @@ def test_others_differ_in_what_their_name_says():
     plain = dp.tuning.CANDIDATES["DPAdam"]
     plain = plain.make(RUN, **plain.middle())
     assert differences(plain, optimizers["DPAdam, AdaClip"]) == {"geometry", "clip_norm"}
+    points = {each.name for each in experiment.candidates if each.passes > 1}
+    assert points == {"DPSGD, momentum, per-example momentum"}
+    assert all(optimizers[name].gradient_filter.length == 2 for name in points)
     named = {name for pair in experiment.order for name in pair}
     assert named == set(optimizers) and set(later.BASELINES) < named
 

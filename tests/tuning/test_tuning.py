@@ -198,6 +198,34 @@ def test_balls_in_bins_take_whole_epochs(task):
     assert model.optimizer.noise_multiplier == pytest.approx(sigma, rel=1e-3)
 
 
+def test_steps_of_several_passes_are_fewer(task):
+    """Equal compute; and the noise is that of the steps that are taken."""
+    twice = dp.tuning.candidate("twice", "DPSGD", space=SGD.space, passes=2)
+    longer = dataclasses.replace(task, steps=17)
+    model = runs.train(longer, twice, twice.middle(), 3.0, DELTA)
+    assert model.ledger.steps == longer.steps_of(twice) == 8
+    plain = dp.optimizers.DPSGD(0.1, clip_norm=1.0, batch_size=40)
+    sigma = dp.accounting.calibrate(plain, task.batches(SGD).sampling, 8, 3.0, DELTA)
+    assert model.optimizer.noise_multiplier == pytest.approx(sigma, rel=1e-3)
+    seen = []
+    watched = dataclasses.replace(
+        twice, make=lambda run, **values: seen.append(run.steps) or twice.make(run, **values)
+    )
+    runs.train(longer, watched, twice.middle(), 3.0, DELTA)
+    assert set(seen) == {8}
+
+
+def test_rounds_of_steps_of_several_passes(task):
+    banded = dataclasses.replace(dp.tuning.CANDIDATES["DPAdam, banded noise"], passes=2)
+    assert [dataclasses.replace(task, steps=n).steps_of(banded) for n in (16, 31, 33)] == [8, 8, 16]
+    short = dataclasses.replace(task, steps=15)
+    assert task.takes(banded) and not short.takes(banded)
+    with pytest.raises(ValueError, match="whole rounds of 8 steps .* a run has 7"):
+        short.steps_of(banded)
+    with pytest.raises(ValueError, match="a run has 0"):
+        dataclasses.replace(task, steps=1).steps_of(dataclasses.replace(SGD, passes=2))
+
+
 def test_whole_epochs_that_are_longer_than_a_run_are_refused(task):
     """They would be trained longer than others, which takes more than it shows."""
     candidate = dp.tuning.CANDIDATES["DPSGD, momentum, balls in bins"]
@@ -460,6 +488,8 @@ class _Model:
 def test_errors(task):
     with pytest.raises(ValueError, match="balls in bins, or sampled from 4 groups"):
         dp.tuning.candidate("x", "DPSGD", space={}, groups=4, balls_in_bins=True)
+    with pytest.raises(ValueError, match="passes must be an integer >= 1; received 0"):
+        dp.tuning.candidate("x", "DPSGD", space={}, passes=0)
     with pytest.raises(ValueError, match="There is no candidate 'Adam'"):
         dp.tuning.compare(task, ["Adam"], verbose=0)
     with pytest.raises(ValueError, match="There is no candidate 'Adam'"):
