@@ -94,7 +94,7 @@ class Task:
         Raises:
             ValueError: one of these has more steps than a run.
         """
-        unit, steps = self._round_of(candidate), self.steps // candidate.passes
+        unit, steps = self._round_of(candidate), self._most_steps(candidate)
         if unit > steps:
             raise ValueError(
                 f"{candidate.name} trains for whole rounds of {unit} steps (of the groups, or of "
@@ -106,7 +106,7 @@ class Task:
     def takes(self, candidate: Candidate) -> bool:
         """Whether the task has the data, the steps and the embeddings that a candidate needs."""
         has_data = self.public is not None or not candidate.needs_public
-        has_steps = self._round_of(candidate) <= self.steps // candidate.passes
+        has_steps = self._round_of(candidate) <= self._most_steps(candidate)
         return has_data and has_steps and self._has_tables(candidate)
 
     def _has_tables(self, candidate):
@@ -117,6 +117,9 @@ class Task:
         except ValueError:
             return False
         return True
+
+    def _most_steps(self, candidate):
+        return self.steps // candidate.passes
 
     def _round_of(self, candidate):
         if not candidate.balls_in_bins:

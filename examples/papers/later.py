@@ -10,9 +10,8 @@
 - others: filters that choose where gradients are taken, with one pass each (DiSK, FFTKF, DP-SAT) or
   two (DP-PMLF, in half the steps), geometries of the clip (a centre, AdaClip, which is DP-MacAdam
   with Adam, GeoClip), DP-Muon, and a schedule-free average, beside momentum and bias-corrected
-  Adam; ratings of films, pictures of clothes, English
-  text, visits to a doctor, incomes, definitions of nouns, and clothes by the record's features that
-  need no network.
+  Adam; ratings of films, pictures of clothes, English text, visits to a doctor, incomes,
+  definitions of nouns, and clothes by the record's features that need no network.
 - probed: DP-KFC, whose geometry is that of pink noise with labels by chance, beside momentum;
   pictures of clothes.
 - clipped: how much of what a searched clip norm of a geometry brings one brings without: momentum
