@@ -1,6 +1,7 @@
 """Data set files: `.npz`, CSV and TFRecord, as `(x, y)` of arrays in memory."""
 
 import csv
+import hashlib
 import json
 import pathlib
 import zipfile
@@ -67,13 +68,15 @@ def load_all(arguments, *others):
     return loaded
 
 
-def split(data, shares, seed=0):
-    """Disjoint random parts of a data set.
+def split(data, shares):
+    """Disjoint parts of a data set. Which one an example is in depends on it alone, not on others.
+
+    So one example more or less makes no other one change its part: what is private to the part that
+    is trained on is so to the whole.
 
     Args:
         data: (x, y).
-        shares: of all examples, for the parts beside the first; 0 gives None.
-        seed: of the choice.
+        shares: of all examples, about, for the parts beside the first; 0 gives None.
 
     Returns:
         A list of (x, y): what is left, and the parts.
@@ -81,20 +84,37 @@ def split(data, shares, seed=0):
     Raises:
         FileError: a part would be empty.
     """
-    count = len(data[1] if not isinstance(data[1], dict) else next(iter(data[1].values())))
-    sizes = [int(share * count) for share in shares]
-    if any(share and not size for share, size in zip(shares, sizes, strict=True)):
-        raise FileError(f"{count} examples are too few to hold some of them out. Give more files.")
-    order = np.random.default_rng(seed).permutation(count)
-    places = np.split(order, np.cumsum([count - sum(sizes), *sizes[:-1]]))
+    columns = [column for part in data for column in _columns(part)]
+    places = [_place(row) for row in zip(*columns, strict=True)]
+    ends = np.cumsum([1 - sum(shares), *shares])
+    part_of = np.searchsorted(ends[:-1], places, side="right")
+    counts = np.bincount(part_of, minlength=len(ends))
+    if any(share and not count for share, count in zip((1, *shares), counts, strict=True)):
+        raise FileError(f"{len(places)} examples are too few to hold some out. Give more files.")
 
     def rows(arrays, chosen):
         if isinstance(arrays, dict):
             return {name: array[chosen] for name, array in arrays.items()}
         return arrays[chosen]
 
-    return [tuple(rows(part, chosen) for part in data) if len(chosen) else None
-            for chosen in places]  # fmt: skip
+    return [tuple(rows(part, part_of == place) for part in data) if count else None
+            for place, count in enumerate(counts)]  # fmt: skip
+
+
+def _columns(arrays):
+    """The arrays of x or y; numbers as float64, lest others decide on the type that is hashed."""
+    arrays = arrays.values() if isinstance(arrays, dict) else [arrays]
+    return [array.astype(np.float64) if array.dtype.kind in "biuf" else array for array in arrays]
+
+
+def _place(row):
+    """A number in [0, 1), as if by chance, by which a row of several columns decides alone."""
+    digest = hashlib.sha256()
+    for value in row:
+        is_number = getattr(value, "dtype", np.dtype(object)).kind == "f"
+        content = value.tobytes() if is_number else repr(np.asarray(value).tolist()).encode()
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return int.from_bytes(digest.digest()[:6], "big") / 2**48
 
 
 def check_alike(path, data, like, other):

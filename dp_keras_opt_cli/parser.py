@@ -157,7 +157,7 @@ def _add_compare(subparsers):
     for name, purpose in (("validation", "choose settings by"), ("test", "judge them by")):
         parser.add_argument(
             f"--{name}", metavar="FILE",
-            help=f"data to {purpose}; without it, a random tenth of DATA is held out",
+            help=f"data to {purpose}; without it, about a tenth of DATA is held out",
         )  # fmt: skip
     parser.add_argument("--public", metavar="FILE", help="public data, for optimizers that need it")
     parser.add_argument(
