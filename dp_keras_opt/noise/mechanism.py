@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dp_keras_opt.noise.workload import Workload
 
 
-class Mechanism(Serializable, abc.ABC):
+class Mechanism(Serializable):
     """A distribution of noise together with the event that accounts for it.
 
     One object draws the noise and names its price, so the two cannot disagree. Whoever adds a

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class NoiseSchedule(Serializable, abc.ABC):
+class NoiseSchedule(Serializable):
     """Gives α_t, the factor on the noise multiplier at step t (from 0).
 
     Everything is fixed in advance: a schedule that looked at the data would itself have to be
@@ -98,7 +98,7 @@ class Fixed(NoiseSchedule):
         self.length = len(self.values)
 
     def alphas(self, start: int, steps: int) -> np.ndarray:
-        if start + steps > self.length:
+        if start + steps > len(self.values):
             raise ValueError(
                 f"The noise schedule ends after {self.length} steps; "
                 f"steps up to {start + steps} were asked for."

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 
 _Self = TypeVar("_Self", bound="Serializable")
 
 
-class Serializable:
-    """A plain object whose class is registered with `keras.saving.register_keras_serializable`."""
+class _FixedOnceMade(abc.ABCMeta):
+    """Closes an object once its constructor has returned, and copies the arrays in it."""
+
+    def __call__(cls, *args, **kwargs):
+        made = super().__call__(*args, **kwargs)
+        for name, value in list(vars(made).items()):
+            if isinstance(value, np.ndarray):
+                vars(made)[name] = value = value.copy()
+                value.setflags(write=False)
+        made._is_made = True
+        return made
+
+
+class Serializable(metaclass=_FixedOnceMade):
+    """A plain object whose class is registered with `keras.saving.register_keras_serializable`.
+
+    Its attributes are fixed once it is made: a step that is traced, and what was computed of them,
+    would not notice a change, and the ledger would.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_is_made")  # not among `vars`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_is_made", False):
+            raise AttributeError(
+                f"{type(self).__name__} is fixed once it is made, as the noise of a training and "
+                f"its price follow from it: {name} cannot be set. Make a new one."
+            )
+        super().__setattr__(name, value)
 
     def get_config(self) -> dict[str, Any]:
         """Constructor arguments, as in Keras."""
