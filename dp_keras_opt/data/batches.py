@@ -63,7 +63,11 @@ class Batches:
             kept as secret as the noise. None where there is neither.
         workers: how many processes take part in each batch, of which `dataset` has the rows of
             this one.
-        examples: what a sampler of `dp.data` draws from; see `unreadable`.
+        examples: what a sampler of `dp.data` draws from; see `unreadable`. None where the batches
+            are somebody's own, as of `assume_sampling`: the sampling is then what is stated.
+
+    Raises:
+        ValueError: as `assume_sampling`.
     """
 
     dataset: Any = dataclasses.field(repr=False)
@@ -75,6 +79,12 @@ class Batches:
     examples: Any = dataclasses.field(default=None, repr=False)
 
     arrangement = deprecation.renamed_attribute("arrangement", "order_seed")
+
+    def __post_init__(self) -> None:
+        if self.examples is None and not self.sampling.is_stated:
+            _check_stated(self.dataset, self.sampling)
+            # Past the lock of a frozen class: somebody's word, whoever called the constructor.
+            object.__setattr__(self, "sampling", dataclasses.replace(self.sampling, is_stated=True))
 
     def map(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> Batches:
         """The same batches with `function(x, y)` in the place of each example (x, y).
@@ -226,6 +236,14 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
             f"{type(data).__name__}. For one pass over an iterable of batches, give "
             "(batch for batch in data). For arrays, use `dp.data.poisson_batches`."
         )
+    _check_stated(data, sampling)
+    steps = number_of_batches(data)
+    sampling = dataclasses.replace(sampling, is_stated=True)
+    return Batches(data, sampling, steps_per_epoch=steps, workers=place()[1])
+
+
+def _check_stated(data, sampling):
+    """Refuses what data that are somebody's own show to be sampled otherwise."""
     if sampling.passes and sampling.batch_sizes:
         raise ValueError(
             "`sampling` belongs to batches whose expected sizes follow the steps of their own "
@@ -245,7 +263,7 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
             f"Batches of {sampling.kind} sampling vary in size, but those of `data` have exactly "
             f"{size} rows: the reported ε would be wrong. Use `dp.data.poisson_batches` or "
             "`balls_in_bins`, or state the sampling that takes place.",
-            stacklevel=2,
+            stacklevel=3,  # the caller of `assume_sampling`
         )
     elif size is not None and size * workers != sampling.batch_size:
         raise ValueError(
@@ -253,9 +271,6 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
             f"have {size}{f' for each of {workers} workers' if workers > 1 else ''}. Make them "
             "agree."
         )
-    steps = number_of_batches(data)
-    sampling = dataclasses.replace(sampling, is_stated=True)
-    return Batches(data, sampling, steps_per_epoch=steps, workers=workers)
 
 
 def are_batches(data):

@@ -172,6 +172,18 @@ def test_batches_of_other_libraries_draw_a_warning():
         assert found[0].filename == __file__
 
 
+def test_a_data_set_is_read_as_it_was_given():
+    """With a transform that was set on the object later, rows were centred by others of a batch."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": X, "y": Y})
+    rows.set_format("numpy")
+    batches = dp.data.without_replacement_batches(rows, 4, map=lambda row: (row["x"], row["y"]))
+    rows.set_transform(lambda batch: {name: np.zeros_like(batch[name]) for name in batch})
+    x, *_ = next(iter(batches))
+    assert np.all(np.any(np.isclose(x.numpy()[:, None], X[None]).all(axis=2), axis=1))
+    assert not np.all(x.numpy() == 0)
+
+
 def repeated(kind):
     if kind.startswith("tensorflow"):
         examples = tf.data.Dataset.from_tensor_slices((X, Y))

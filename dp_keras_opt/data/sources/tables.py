@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from dp_keras_opt.data.sources.files import Unchanged
@@ -62,6 +64,8 @@ class HuggingFace:
         decodes = any(hasattr(each, "decode_example") for each in _features(dataset.features))
         if dataset.format["type"] is None:
             dataset = dataset.with_format("numpy" if decodes else "arrow")
+        else:  # `set_format` and `set_transform` change the object in place
+            dataset = copy.copy(dataset)
         self._dataset = dataset
         #: Whether a function of the user's makes the rows, which is given one at a time.
         self.is_one_by_one = dataset.format["type"] == "custom"
