@@ -134,12 +134,8 @@ def compare(
         raise ValueError("compare judges by data that chose nothing: give the Task a `test` part.")
     if seeds < 1 or trials < 1:
         raise ValueError(f"trials={trials} and seeds={seeds} must be at least 1.")
-    if make_private(task.build()).ledger.of_data_set():
-        raise ValueError(
-            "The model that the task builds has spent privacy before, on its weights or on layers "
-            "that were adapted privately: no run would be private at its epsilon. Build one that "
-            "has not (dp-keras-opt compare --fresh), or `tune`, which counts what was spent."
-        )
+    task = dataclasses.replace(task, build=_unspent(task.build))
+    task.build()  # before any run
     candidates = _resolved(candidates, task)
     epsilons = [float(epsilon) for epsilon in epsilons]
     searches = epsilons if search_at is None else [float(search_at)]
@@ -165,6 +161,23 @@ def compare(
     sign = -1 if task.higher_is_better else 1
     rows.sort(key=lambda row: (row["epsilon"], _last(sign * row["score"])))
     return Comparison(rows, task.higher_is_better)
+
+
+def _unspent(build):
+    """`build`, of which each model is refused that has spent privacy, as in an earlier run."""
+
+    def checked():
+        model = make_private(build())
+        if model.ledger.of_data_set():
+            raise ValueError(
+                "The model that the task builds has spent privacy before, on its weights or on "
+                "layers that were adapted privately: no run would be private at its epsilon. Build "
+                "one that has not, with all that is trained made anew in each call of `build` "
+                "(dp-keras-opt compare --fresh), or `tune`, which counts what was spent."
+            )
+        return model
+
+    return checked
 
 
 def _followed(task, candidate, settings, scores, run):

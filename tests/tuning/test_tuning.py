@@ -446,6 +446,21 @@ def test_what_the_model_spent_before_is_not_forgotten(task, tmp_path, monkeypatc
     assert selection.selection is not None and tuned.epsilon > 3.0
 
 
+@pytest.mark.parametrize("shared", ["layer", "model"])
+def test_models_that_share_what_is_trained_are_not_compared(task, shared):
+    """The third run at ε = 1 had spent 1.7."""
+    layer, model = keras.layers.Dense(2, name="shared"), task.build()
+
+    def around():
+        inputs = keras.Input(model.input_shape[1:])
+        return keras.Model(inputs, keras.layers.Dense(model.output_shape[-1])(layer(inputs)))
+
+    again = dataclasses.replace(task, build=around if shared == "layer" else lambda: model)
+    again = dataclasses.replace(again, test=task.validation)
+    with pytest.raises(ValueError, match="has spent privacy before.*made anew"):
+        dp.tuning.compare(again, [SGD], [1.0], DELTA, trials=1, seeds=2, verbose=0)
+
+
 def test_models_that_have_spent_something_are_not_compared(task, tmp_path):
     """Runs at ε = 1 from private weights had spent 4.3."""
     earlier = runs.train(task, SGD, {"learning_rate": 0.1}, 2.0, DELTA)
