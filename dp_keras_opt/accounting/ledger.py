@@ -270,17 +270,19 @@ class Ledger:
 
         Raises:
             ValueError: there is none of exactly this number of steps.
+            RuntimeError: the ledger has given up its file.
         """
+        self._need_file()
         self.close()
         found = self.segment(run, steps)
         resumed = dataclasses.replace(found, run=secrets.token_hex(16))
         if self._journal:
             self._journal.record(resumed, continues=run)
+        self._current = resumed  # first: who reads in between counts twice, not nothing
         self._closed.remove(found)
-        self._current = resumed
 
     @_alone
-    def plan(self, steps: float) -> None:
+    def plan(self, steps: float, run: str | None = None) -> None:
         """Says how many further steps of the current segment are planned, before they run.
 
         The plan stays, and is what `statement` guarantees, unless `fulfil` says that nothing but
@@ -289,13 +291,15 @@ class Ledger:
         Args:
             steps: a number >= 0; `math.inf` where it is not known. No more count than the noise
                 schedule has left.
+            run: None, or the segment that they belong to.
 
         Raises:
             ValueError: no segment has begun.
+            RuntimeError: the current segment is that of another run.
         """
         if steps != math.inf:
             steps = whole_number(steps, "steps", 0, "Give the number of steps to come.")
-        self._need_current()
+        self._need_current(run)
         current = self._current
         self._earlier[current.run] = current.planned
         planned = current.steps + min(steps, current.end[0])
@@ -329,12 +333,11 @@ class Ledger:
         self._current.check_end(steps)
         if self._journal:
             self._journal.reserve(self._current, steps)
-        self._need_current(run)  # after a wait for the disk
         self._add(steps)
         self._pending += steps
 
     @_alone
-    def settle(self, reserved: int, executed: int) -> None:
+    def settle(self, reserved: int, executed: int, run: str | None = None) -> None:
         """Gives back those reserved steps that provably did not run.
 
         Where that ends the segment within an epoch, the next steps need a `begin`: the pass over
@@ -343,6 +346,8 @@ class Ledger:
         Args:
             reserved: steps of an earlier `reserve`.
             executed: how many of them ran, or may have run.
+            run: None, or the segment that they belong to; where another has begun since, they all
+                stay counted.
 
         Raises:
             ValueError: more steps are said to have run, or are settled, than were reserved.
@@ -354,6 +359,8 @@ class Ledger:
                 f"executed={executed} exceeds reserved={reserved}: steps ran that were not "
                 "accounted. Reserve all steps before they run."
             )
+        if run is not None and (self._current is None or self._current.run != run):
+            return
         if reserved > self._pending:
             raise ValueError(
                 f"reserved={reserved} exceeds the {self._pending} steps of this segment that are "

@@ -153,7 +153,8 @@ def not_covered(found):
         if not all(map(_are_scores, beside))
         else "",
     }
-    held = all(claim.filter is not None for claim in found)  # by a privacy filter, which covers it
+    # By a privacy filter, which covers it.
+    held = bool(found) and all(claim.filter is not None for claim in found)
     lines = (line for line in _NOT_COVERED if not (held and line is _ADDED))
     return [line.format(**words) for line in lines]
 

@@ -293,6 +293,49 @@ def test_releases_of_several_threads_are_all_counted(gaussians):
     assert ledger.steps == 2 * count
 
 
+def test_nobody_settles_or_plans_the_steps_of_another_run(gaussians):
+    """As two `fit`s in threads: B's step was given back as that of A, which found no data."""
+    ledger = Ledger()
+    ledger.begin(gaussians(10.0), POISSON, run="A")
+    ledger.reserve(1, "A")
+    ledger.begin(gaussians(0.5), POISSON, run="B")
+    ledger.reserve(1, "B")
+    ledger.settle(1, 0, "A")
+    assert [(segment.run, segment.steps) for segment in ledger.segments] == [("A", 1), ("B", 1)]
+    with pytest.raises(RuntimeError, match="Another model began a run"):
+        ledger.plan(7, "A")
+    ledger.close()
+    ledger.settle(1, 0, "B")
+    assert ledger.steps == 2
+
+
+def test_a_run_that_is_resumed_is_never_missing(gaussians):
+    """A reader in another thread may look at any time."""
+
+    class Watched(list):
+        def remove(self, segment):
+            seen.append(ledger.steps)
+            super().remove(segment)
+            seen.append(ledger.steps)
+
+    ledger, seen = Ledger(), []
+    ledger.begin(gaussians(1.0), POISSON, run="A")
+    ledger.reserve(5)
+    ledger.close()
+    ledger._closed = Watched(ledger._closed)
+    ledger.resume("A", 5)
+    assert seen == [10, 5]
+
+
+def test_no_run_goes_on_past_a_file_that_was_given_up(gaussians, tmp_path):
+    ledger = Ledger(tmp_path / "spent.jsonl")
+    ledger.begin(gaussians(1.0), POISSON, run="A")
+    ledger.reserve(4)
+    ledger.unlock()
+    with pytest.raises(RuntimeError, match="given up its file"):
+        ledger.resume("A", 4)
+
+
 def test_copies_of_a_ledger_are_whole(gaussians):
     ledger = Ledger()
     ledger.begin(gaussians(1.0), POISSON)
