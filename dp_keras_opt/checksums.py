@@ -66,6 +66,19 @@ def taken_back(variables):
 
 
 @contextlib.contextmanager
+def still_changed(variables):
+    """Has those count as changed that did before, unless they get another value within."""
+    are_changed(variables)
+    changed = [variable for variable in variables if _sums.get(id(variable)) == CHANGED]
+    before = sums_of(changed)
+    try:
+        yield
+    finally:
+        after = zip(changed, before, sums_of(changed), strict=True)
+        mark([variable for variable, old, new in after if new == old])
+
+
+@contextlib.contextmanager
 def noticed(variables):
     """Has those variables count as changed that have another value after what is done within."""
     before = sums_of(variables)
@@ -98,7 +111,9 @@ def from_config(variables, config):
     """Takes what `to_config` wrote of variables whose values are loaded into these."""
     for variable in variables:
         _sums.pop(id(variable), None)
-    if len(config) != len(variables):  # those of another model: nothing is known
+    if len(config) != len(variables):  # of other variables, as where LoRA is merged when saved
+        if CHANGED in config:  # any of them may be it
+            mark(variables)
         return
     for variable, entry in zip(variables, config, strict=True):
         if entry == CHANGED:

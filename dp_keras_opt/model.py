@@ -263,9 +263,14 @@ class DPModel(keras.Model):
         self._step.physical_batch_size = physical_batch_size
         self._step.observers = ()
         self._guard.resumed = None
-        ran = physical_batch_size, self.jit_compile, self.run_eagerly
-        self._step.engines.expect(self, (loss, loss_weights, metrics, weighted_metrics, *ran))
+        self._step.options = loss_weights, metrics, weighted_metrics, physical_batch_size
+        self._look_again()
         self.ledger.close()
+
+    def _look_again(self):
+        """Forgets the check of the model, unless all is what it was then."""
+        now = self.loss, self.jit_compile, self.run_eagerly, *self._step.options
+        self._step.engines.expect(self, now)
 
     @property
     def physical_batch_size(self) -> int | None:
@@ -375,6 +380,8 @@ class DPModel(keras.Model):
         clipping.validate(self)  # layers may have been thawed since `compile`
         if self.built and self.optimizer.built:  # a step that is traced would go on as it is
             self.optimizer.ensure_built(self.trainable_variables)
+        if self.run_eagerly:
+            self._look_again()
         guard, optimizer = self._guard, self.optimizer
         taken = fit_data.take(call, self)
         at_once = min(self.steps_per_execution, taken.pass_length or math.inf)
@@ -422,7 +429,7 @@ class DPModel(keras.Model):
                 with workers.worker_lost(self.distribute_strategy), failures.as_raised():
                     history = super().fit(**vars(call))
                 seen = [] if history is None else history.epoch
-                ran = steps_taken(optimizer) - before
+                ran = progress.ran  # callbacks may have set the optimizer's counter
                 # All epochs to the last one, each to its last step or to the end of the data; or
                 # the budget ended them. Whatever else did may have looked at results.
                 to_the_last = call.epochs <= initial_epoch or seen[-1:] == [call.epochs - 1]
@@ -494,7 +501,8 @@ class DPModel(keras.Model):
         """Puts the privacy guard around Keras's train function."""
         if self.train_function is not None and not force:
             return
-        steps = by_blocks = replicated.train_function(self, self._local_sums)
+        self._look_again()  # the step is traced as the model is now
+        steps = by_blocks = replicated.train_function(self, self._step, self._local_sums)
         if not workers.is_used(self.distribute_strategy):
             super().make_train_function(force=True)
             by_keras = self.train_function
@@ -506,7 +514,9 @@ class DPModel(keras.Model):
         steps = state_changes.unchanged(steps, self._step.engines.hidden_state)
         self._step.is_coarse = precision.is_coarse()
         self._step.has_begun = False
-        self.train_function = self._guard.around(self, steps, self._check_before_tracing)
+        self.train_function = self._guard.around(
+            self, steps, self._check_before_tracing, self._step.steps_run
+        )
 
     def _check_before_tracing(self, iterator):
         tensorflow_settings.check(self._step.is_coarse)
@@ -520,7 +530,8 @@ class DPModel(keras.Model):
             RuntimeError: it was not called by `fit` or `train_on_batch`, which keep the ledger.
         """
         parts, engines = step.admitted(self, self._step, self._guard, data)
-        return step.train_step(self, lambda queries: self._sums(parts, queries, engines))
+        sums_of_all = functools.partial(self._sums, parts, engines=engines)
+        return step.train_step(self, self._step, sums_of_all)
 
     def _sums(self, parts, queries, engines):
         sums = step.sums_in_chunks(self, self._step, parts, queries, engines)
@@ -791,8 +802,11 @@ class DPModel(keras.Model):
                 optimizer does not fit the one that is built.
         """
         self._guard.history.learned = False
-        super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
-        if skip_mismatch:
+        if not skip_mismatch:
+            super().load_weights(filepath, skip_mismatch=False, **kwargs)
+            return
+        with checksums.still_changed(self.weights):  # where they are skipped
+            super().load_weights(filepath, skip_mismatch=True, **kwargs)
             self._guard.ledger(self)  # raises where it was skipped
             if self._guard.history.learned:  # not all of what was saved may have been loaded
                 checksums.forget(self.weights)

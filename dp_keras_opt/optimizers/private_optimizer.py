@@ -47,7 +47,8 @@ class PrivateOptimizer(UpdatesOnce):
 
     A subclass inherits from this first and from a Keras optimizer second. Most write only
     `update_step`, the Keras way; one that needs another geometry or several statistics overrides
-    `queries`, `releases_for` and `update`.
+    `queries`, `releases_for` and `update`, which adds 1 to `_iterations` where it does not call
+    that of this class.
 
     Args:
         *args: those of the Keras optimizer.
@@ -126,11 +127,13 @@ class PrivateOptimizer(UpdatesOnce):
         settings.boolean,
         "whether the noise withstands attacks on floating-point numbers and on the random "
         "generator (`noise.secure`). Slower, and not for steps compiled by XLA.",
+        at_once=True,
     )
     seed = Setting(
         settings.seed,
         "None, noise from the operating system's entropy. An integer makes the noise reproducible "
         "and voids the guarantee.",
+        at_once=True,
     )
 
     #: Whether the rule can work in a subspace: it moves the variables by `_move` alone.
@@ -206,6 +209,13 @@ class PrivateOptimizer(UpdatesOnce):
         self._check_geometry()
         self._check_sparse_embeddings()
         self.noise_source = SecureNoiseSource() if secure_noise else NoiseSource(seed)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Some would have fewer steps counted than run.
+        settings.refuse_keras_arguments(type(self).__name__, {name: value})
+        if name == "noise_source" and name in vars(self):
+            raise ValueError("Where the noise comes from is fixed. Make a new optimizer.")
+        super().__setattr__(name, value)
 
     @property
     def average_from(self) -> int | None:

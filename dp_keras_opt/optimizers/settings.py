@@ -46,13 +46,19 @@ class Setting(Generic[_Value]):
         check: function of name and value that returns the value to keep, or raises.
         description: one paragraph for the docstrings of the optimizers.
         later: whether None stands for "not set yet", which may be made good after the build.
+        at_once: whether it is fixed before that, when the optimizer is made.
     """
 
     def __init__(
-        self, check: Callable[[str, Any], _Value], description: str = "", later: bool = False
+        self,
+        check: Callable[[str, Any], _Value],
+        description: str = "",
+        later: bool = False,
+        at_once: bool = False,
     ) -> None:
         self.check = check
         self.later = later
+        self.at_once = at_once
         self.__doc__ = description
 
     def __set_name__(self, owner, name):
@@ -71,6 +77,11 @@ class Setting(Generic[_Value]):
         value = self.check(self.name, value)
         kept = instance._untracked
         unset = self.later and getattr(kept, self.name, None) is None
+        if self.at_once and hasattr(kept, self.name):
+            raise ValueError(
+                f"{self.name} is fixed when the optimizer is made, as is what draws its noise. "
+                f"Make a new optimizer with {self.name}={value!r}."
+            )
         if instance.built and not unset:
             raise ValueError(
                 f"{self.name} is fixed once the optimizer is built, because the compiled training "

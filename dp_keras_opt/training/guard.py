@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import math
 import secrets
 import warnings
@@ -43,6 +45,7 @@ class FitProgress:
         pass_length: after how many steps the data end, also within an execution of several; None
             where that is not known.
         out_of_budget: whether the budget has ended it.
+        ran: steps that it ran.
         passes: how often the data came to their end.
         counter: the optimizer's, after the last of them; None before the first.
         is_finished: whether all that was planned ran, or the budget ended it, so that results had
@@ -52,6 +55,7 @@ class FitProgress:
     to_run: float
     pass_length: int | None = None
     out_of_budget: bool = False
+    ran: int = 0
     passes: int = 0
     counter: int | None = None
     is_finished: bool = False
@@ -172,7 +176,11 @@ class PrivacyGuard:
     # Around the train function.
 
     def around(
-        self, model: Any, execute: Callable[[Any], Any], check: Callable[[Any], None]
+        self,
+        model: Any,
+        execute: Callable[[Any], Any],
+        check: Callable[[Any], None],
+        steps_run: Callable[[], int],
     ) -> Callable[[Any], Any]:
         """The train function, with its steps checked, reserved in the ledger, run and settled.
 
@@ -180,10 +188,14 @@ class PrivacyGuard:
             model: the `DPModel`.
             execute: Keras's train function, of an iterator.
             check: function of the iterator, called before each execution.
+            steps_run: function that gives how many steps have run, which is not left to optimizers:
+                what does not count as a step there may have released something.
         """
         steps, optimizer = model.steps_per_execution, model.optimizer
+        traced = None  # what the step releases, as of the first time that it runs
 
         def train_function(iterator):
+            nonlocal traced
             if model.optimizer is not optimizer or model.steps_per_execution != steps:
                 raise ValueError(
                     "The optimizer or steps_per_execution was exchanged without compiling again; "
@@ -191,8 +203,16 @@ class PrivacyGuard:
                 )
             optimizer.noise_source.renew_after_fork()
             check(iterator)  # builds what is not built
+            releases = optimizer.releases
+            traced = traced or releases
+            if releases != traced:
+                raise ValueError(
+                    "What the optimizer releases was changed since the training step was compiled, "
+                    f"which would not notice: from {traced} to {releases}. Call compile."
+                )
             self.seeds.draw(model)
-            before = steps_taken(optimizer)  # each reading costs a small model some of its time
+            # Each reading costs a small model some of its time.
+            before, run_before = steps_taken(optimizer), steps_run()
             reserved = self._enter(model, steps, before)
             if not reserved:
                 model.stop_training = True
@@ -201,7 +221,7 @@ class PrivacyGuard:
             try:
                 logs = execute(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
-                self._settle(optimizer, reserved, before)
+                self._settle(optimizer, reserved, before, steps_run() - run_before)
                 raise
             except BaseException:
                 # It counts, but is no step of those to come: it drew noise that is in no release,
@@ -212,7 +232,9 @@ class PrivacyGuard:
                 raise
             finally:
                 self.is_stepping = False
-            self._settle(optimizer, reserved, before)  # the data may have ended in between
+                self.history.record(self._ledger, self.run, model)  # what the step has built
+            # The data may have ended in between.
+            self._settle(optimizer, reserved, before, steps_run() - run_before)
             if self.progress is not None and not self.affords(steps):
                 self.progress.out_of_budget = True
                 model.stop_training = True
@@ -327,7 +349,8 @@ class PrivacyGuard:
         Raises:
             ValueError: it is not known how batches are sampled; earlier steps ran under a privacy
                 filter that is not the budget's, or without the budget's; the segment would begin
-                within a pass, where the noise of two steps a pass apart is accounted by passes.
+                within a pass, where the noise of two steps a pass apart is accounted by passes; or
+                workers train in different ways.
         """
         current, optimizer = self._ledger.current, model.optimizer
         kept = None if self.budget is None else self.budget.filter
@@ -372,6 +395,7 @@ class PrivacyGuard:
                 filter=kept,
                 conditions=conditions_of(optimizer, self.sampling),
             )
+            _check_alike(model, self._ledger.current)
             if correlated:
                 optimizer.noise_source.memory.reset()  # a segment is a run of its own
             self.run = run
@@ -396,24 +420,35 @@ class PrivacyGuard:
                 "returned. Where the data begin anew with the next step, set model.sampling again."
             )
 
-    def _settle(self, optimizer, reserved, before):
-        """Gives back the reserved steps that did not run, as the optimizer's counter proves.
+    def _settle(self, optimizer, reserved, before, executed):
+        """Gives back the reserved steps that did not run.
+
+        Args:
+            optimizer: of the model.
+            reserved: steps in the ledger.
+            before: what the optimizer had counted.
+            executed: how many steps ran.
 
         Raises:
-            RuntimeError: the counter says that more steps ran, so the ledger would be wrong.
+            RuntimeError: more steps ran than were reserved, or the optimizer counts others.
         """
+        if executed > reserved:
+            self._ledger.reserve(executed - reserved, self.run)  # they cannot be undone
+            raise RuntimeError(f"{reserved} training steps were accounted, but {executed} ran.")
+        self._ledger.settle(reserved, executed, self.run)
         now = steps_taken(optimizer)
-        executed = now - before
-        if not 0 <= executed <= reserved:
-            self._ledger.reserve(max(executed - reserved, 0), self.run)  # they cannot be undone
+        if now - before != executed:
             raise RuntimeError(
-                f"{reserved} training steps were accounted, but the optimizer counts {executed}. "
-                "Did something set its step counter?"
+                f"{executed} training step(s) ran, which the ledger has, but the optimizer's step "
+                f"counter went from {before} to {now}. Noise, clip norms and batch sizes follow "
+                "it, and those of the next steps would not be what is accounted. Leave "
+                "`iterations` alone; a rule of your own that overrides `update` without "
+                "super().update(...) ends with self._iterations.assign_add(1)."
             )
-        self._ledger.settle(reserved, executed)
         self._since_data_began += executed
         self._place_next_pass(now)
         if self.progress is not None:
+            self.progress.ran += executed
             self.progress.passes += executed < reserved
             self.progress.counter = now
             self.progress.to_run = max(self.progress.to_run - executed, 0)
@@ -458,7 +493,7 @@ class PrivacyGuard:
         steps, current = self.progress.to_run, self._ledger.current
         if self.budget is not None and not math.isinf(self.budget.epsilon):
             steps = min(steps, max(self.budget.limit(self._ledger) - current.steps, 0))
-        self._ledger.plan(steps)
+        self._ledger.plan(steps, self.run)
 
     @contextlib.contextmanager
     def _warning_of_disk(self):
@@ -567,6 +602,27 @@ class PrivacyGuard:
 def steps_taken(optimizer: Any) -> int:
     """How many steps the optimizer has taken."""
     return int(optimizer.iterations.numpy())
+
+
+def _check_alike(model, segment):
+    """Refuses workers with other bounds, noise or sampling: one ledger speaks for all of them."""
+    if workers.place(model.distribute_strategy)[1] == 1:
+        return
+
+    def without_names(config):  # which count how many optimizers a process has made
+        return {key: value for key, value in config.items() if key != "name"}
+
+    config = json.dumps(model.optimizer.get_config(), sort_keys=True, default=str)
+    config = json.loads(config, object_hook=without_names)
+    ours = json.dumps([segment.to_config(), config], sort_keys=True).encode()
+    everyones = workers.gathered(hashlib.sha256(ours).digest(), model.distribute_strategy)
+    if len(set(everyones)) > 1:
+        raise ValueError(
+            "The workers train in different ways, and the ledger of one would speak for all of "
+            f"them. This one has {segment.sampling}, clip_norm={segment.clip_norm}, "
+            f"noise_multiplier={model.optimizer.noise_multiplier:g}. Give the optimizers, and how "
+            "batches are sampled, the same arguments at all workers."
+        )
 
 
 def _check_conforms(optimizer, sampling):

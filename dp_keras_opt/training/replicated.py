@@ -68,13 +68,14 @@ def element_spec(iterable):
     return keras.tree.map_structure(first, spec)
 
 
-def train_function(model, local_sums):
+def train_function(model, state, local_sums):
     """In place of Keras's: clipped sums on each replica, then one update for all of them.
 
     Also of one device, for batches of several lengths: these are compiled chunk by chunk.
 
     Args:
         model: the `DPModel`.
+        state: its `StepState`.
         local_sums: function of a batch that gives its clipped sums and the logs, on a replica.
     """
     strategy = model.distribute_strategy
@@ -105,7 +106,7 @@ def train_function(model, local_sums):
             return _unpacked(total, rows, form[0]), _local_mean(strategy, logs)
 
         with strategy.scope():
-            return step.train_step(model, sums_of_all)
+            return step.train_step(model, state, sums_of_all)
 
     if not model.run_eagerly:
         one_step = tf.function(one_step, reduce_retracing=True, autograph=False)

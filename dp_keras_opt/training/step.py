@@ -34,8 +34,10 @@ class StepState:
         is_coarse: whether the step allows for products in TF32; None before it is made.
         has_begun: whether the optimizer was told that the step which was made begins.
         shows_progress: whether `fit` shows progress.
+        options: what else `compile` was told that a check of the model depends on.
         observers: functions of (queries, released), called in every step.
         non_finite: a count of examples whose gradient was not finite; None before the first step.
+        released: a count of the steps that released something; None before the first.
     """
 
     physical_batch_size: int | None = None
@@ -45,15 +47,22 @@ class StepState:
     has_begun: bool = False
     shows_progress: bool = False
     engines: CheckedEngines = dataclasses.field(default_factory=CheckedEngines)
+    options: tuple[Any, ...] = ()
     observers: tuple[Any, ...] = ()
     non_finite: Any = None
+    released: Any = None
+
+    def steps_run(self) -> int:
+        """How many steps have run, whatever the optimizer counts."""
+        return 0 if self.released is None else int(self.released.numpy())
 
 
-def train_step(model, sums_of_all):
+def train_step(model, state, sums_of_all):
     """One logical batch: clip each example, sum, add noise, update.
 
     Args:
         model: the `DPModel`.
+        state: its `StepState`.
         sums_of_all: function of the queries that gives the clipped sums over the logical batch,
             from all replicas, and the logs.
 
@@ -75,9 +84,10 @@ def train_step(model, sums_of_all):
     )
     for observe in model.release_observers:
         observe(queries, released)
-    # The step counter then proves that a batch was used: a graph would advance it without one. One
+    # The counters then prove that a batch was used: a graph would advance them without one. One
     # node stands for all sums, or each operation of the update would have an edge to each of them.
     with tf.control_dependencies([tf.group(*tf.nest.flatten(sums, expand_composites=True))]):
+        state.released.assign_add(1)
         optimizer.update(released)
         optimizer.adapt_clip_norm(released)
     return logs
@@ -194,6 +204,8 @@ def engines_for(model, state, batch, *, fitting=False):
     if state.non_finite is None:
         strategy = model.distribute_strategy
         state.non_finite = workers.without_strategy(workers.count_variable, strategy)
+        # A plain variable: outside of any replica, once for all of them.
+        state.released = workers.without_strategy(lambda: tf.Variable(0, dtype=tf.int64))
     return engines
 
 

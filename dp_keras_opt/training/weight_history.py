@@ -57,8 +57,9 @@ class WeightHistory:
     def record(self, ledger, run, model):
         """Notes that the steps of a run, in this ledger, move the weights of the model."""
         if self._recorded != run:
-            provenance.record(provenance.moved_by(model), ledger)
-            self._recorded = run
+            moved = provenance.moved_by(model)
+            provenance.record(moved, ledger)
+            self._recorded = run if moved else None  # a model that is not built has none yet
 
     def let_move(self, weights):
         """Before private steps: notes what others did until now, and expects no values any more."""

@@ -614,6 +614,7 @@ def worker(folder, run):
     check_budget(strategy)
     check_data(strategy, task)
     check_steps(strategy)
+    check_alike(strategy, task)
     check_arrays(strategy)
     check_tables(strategy)
     print("ok", flush=True)
@@ -678,6 +679,28 @@ def check_data(strategy, task):
     np.testing.assert_array_equal(np.sum(counts[:, 1:], axis=0), 1)
     assert (np.ptp(counts[:, 2].reshape(2, 15, 4), axis=2) == 0).all()  # a user is at one worker
     assert abs(int(counts[:, 0].sum()) - 1200) < 6.2 * (60 * 40 / 4) ** 0.5  # binomial; 6 in 10^10
+
+
+def check_alike(strategy, task):
+    """A worker with another clip norm, with which a row of its moved the sum by 100 C, or noise."""
+    sampling = dp.accounting.Sampling.poisson
+    for theirs, size in (
+        ({"clip_norm": 100.0}, 60), ({"noise_multiplier": 0.1}, 60), ({"geometry": "mean"}, 60),
+        ({"clipping": "per_layer"}, 60), ({}, 90),
+    ):  # fmt: skip
+        with strategy.scope():
+            model = make(optimizer(**(theirs if task else {})))
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH, drop_remainder=True)
+        stated = sampling(size if task else 60, BATCH)
+        before = model.get_weights()[0]
+        try:
+            model.fit(dp.data.assume_sampling(data, stated), verbose=0)
+        except ValueError as error:
+            assert "train in different ways" in str(error), error
+        else:
+            raise AssertionError(f"{theirs} was not noticed.")
+        assert model.ledger.steps == 0
+        np.testing.assert_array_equal(model.get_weights()[0], before)
 
 
 def check_arrays(strategy):

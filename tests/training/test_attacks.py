@@ -716,3 +716,88 @@ def test_seeds_that_come_with_the_first_step_are_secret_too():
     )
     model.fit(dp.data.poisson_batches((X, Y), N, 1), verbose=0, callbacks=[look])
     assert found != [7]
+
+
+class Signs(dp.optimizers.PrivateOptimizer, keras.optimizers.Optimizer):
+    """A rule of one's own that moves the weights, and does not say that it took a step."""
+
+    def update(self, released):
+        gradients = released[0].unscaled().value
+        for variable, gradient in zip(self._trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.1 * keras.ops.sign(gradient))
+
+
+@pytest.mark.parametrize(("steps", "eager"), [(1, False), (1, True), (2, False)])
+def test_what_an_optimizer_does_not_count_is_in_the_ledger(steps, eager):
+    """It had ε = 0 after any number of steps."""
+    model = _model()
+    model.compile(
+        Signs(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B),
+        "mse", steps_per_execution=steps, run_eagerly=eager,
+    )  # fmt: skip
+    before = model.get_weights()
+    batches = dp.data.poisson_batches((X, Y), B, 6)
+    with pytest.raises(RuntimeError, match=f"{steps} training step.* went from 0 to 0"):
+        model.fit(batches, verbose=0)
+    assert not np.array_equal(model.get_weights()[0], before[0])
+    assert model.ledger.steps == steps
+
+
+def test_steps_that_no_optimizer_counts_where_the_data_end():
+    """Two executions of two steps each, of which the second has data for one."""
+    model = _model()
+    optimizer = Signs(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B)
+    model.compile(optimizer, "mse", steps_per_execution=2)
+    data = tf.data.Dataset.from_tensor_slices((X[:B], Y[:B])).batch(B)
+    sampling = dp.accounting.Sampling.poisson(N, B)
+    with pytest.raises(RuntimeError, match="went from 0 to 0"):
+        model.fit(dp.data.assume_sampling(data, sampling), verbose=0)
+    assert model.ledger.steps == 1
+
+
+@pytest.mark.parametrize("name", dp.optimizers.settings.REFUSED)
+@pytest.mark.parametrize("is_built", [False, True])
+def test_what_the_constructor_refuses_is_no_attribute_either(name, is_built):
+    """With an accumulation of four steps the ledger had one of four."""
+    model = _model()
+    wrapped = dp.optimizers.DPOptimizer("sgd", clip_norm=1.0, batch_size=B, noise_multiplier=1.0)
+    for optimizer in (model.optimizer, wrapped):
+        if is_built:
+            optimizer.build(model.trainable_variables)
+        with pytest.raises(ValueError, match=f"does not take {name}"):
+            setattr(optimizer, name, 4)
+        assert getattr(optimizer, name) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", None), ("seed", 3), ("secure_noise", True)])
+def test_where_the_noise_comes_from_does_not_change(name, value):
+    """With a seed that was taken back two trainings had the same noise, unsaid."""
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, seed=4)
+    with pytest.raises(ValueError, match=f"{name} is fixed .* a new optimizer with {name}={value}"):
+        setattr(optimizer, name, value)
+    assert (optimizer.seed, optimizer.secure_noise) == (4, False)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_model_that_the_first_step_builds_marks_its_weights(steps):
+    """Keras merges class weights into the batch, whose form is not known before."""
+
+    class Around(dp.DPModel):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.head = layer, keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.head(self.layer(x))
+
+    layer = keras.layers.Dense(4)
+    model = Around(layer)
+    model.compile(
+        dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N), "mse"
+    )
+    model.sampling = dp.accounting.Sampling.full(N)
+    for _ in range(steps):
+        model.train_on_batch(X, np.zeros((N, 1), "int32"), class_weight={0: 1.0, 1: 1.0})
+    inputs = keras.Input((3,))
+    other = dp.DPModel(inputs, keras.layers.Dense(2)(layer(inputs)))
+    assert other.ledger.steps == model.ledger.steps == steps

@@ -157,6 +157,41 @@ def test_weights_without_their_ledger_are_a_change(tmp_path):
     assert _is_changed(private)
 
 
+def test_a_change_is_known_where_lora_takes_the_weights_in(tmp_path):
+    """The file has other variables than the model: any of them may be the changed one."""
+    model = _model()
+    _fit(model)
+    _move(model)
+    assert _is_changed(model)
+    model.save_weights(tmp_path / "changed.weights.h5")
+    base = _base()
+    base.layers[0].enable_lora(2)
+    other = _compiled(dp.make_private(base))
+    other.load_weights(tmp_path / "changed.weights.h5")
+    assert _is_changed(other) and other.ledger.steps == 3
+
+
+def test_a_change_stays_where_loading_skips_it(tmp_path):
+    saved = _model()
+    _fit(saved)
+    saved.save_weights(tmp_path / "saved.weights.h5")
+    inputs = keras.Input((3,))
+    outputs = layers.Dense(2)(layers.Dropout(0.5)(layers.Dense(4)(inputs)))
+    other = _compiled(dp.DPModel(inputs, outputs))
+    other.fit(X, np.concatenate([Y, Y], axis=1), verbose=0)
+    other.layers[-1].kernel.assign_add(keras.ops.ones((4, 2)))
+    assert _is_changed(other)
+    with pytest.warns(UserWarning):
+        other.load_weights(tmp_path / "saved.weights.h5", skip_mismatch=True)
+    assert _is_changed(other)
+    same = _model()
+    _fit(same)
+    _move(same)
+    assert _is_changed(same)
+    same.load_weights(tmp_path / "saved.weights.h5", skip_mismatch=True)  # nothing is skipped
+    assert not _is_changed(same)
+
+
 def test_after_train_on_batch_nothing_is_known():
     private = _model()
     _fit(private)

@@ -260,6 +260,23 @@ class _StopsAndHidesIt(keras.callbacks.Callback):
         self.model.stop_training = False
 
 
+@pytest.mark.parametrize("stops", [True, False])
+def test_steps_that_a_backup_brings_are_not_those_of_a_fit(stops, tmp_path):
+    """A job that goes on with one that ended, and stops within its last epoch."""
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+
+    _model().fit(_batches(), epochs=1, verbose=0, callbacks=[backup()])
+    model = _model()
+    stop = [_At(1, _stop)] if stops else []
+    model.fit(_batches(), epochs=2, verbose=0, callbacks=[backup(), *stop])
+    assert model.ledger.steps == STEPS + (1 if stops else STEPS)
+    # What is planned when `fit` begins, which does not know yet that a backup brings an epoch.
+    _guarantees(model, (3 if stops else 2) * STEPS)
+    assert ("Stopped early" in model.statement(DELTA)) == stops
+
+
 def _no_more():
     return tf.errors.OutOfRangeError(None, None, "")
 
