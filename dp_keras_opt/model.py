@@ -263,14 +263,9 @@ class DPModel(keras.Model):
         self._step.physical_batch_size = physical_batch_size
         self._step.observers = ()
         self._guard.resumed = None
-        self._step.options = loss_weights, metrics, weighted_metrics, physical_batch_size
-        self._look_again()
+        options = loss_weights, metrics, weighted_metrics, physical_batch_size
+        self._step.engines.expect(self, options)
         self.ledger.close()
-
-    def _look_again(self):
-        """Forgets the check of the model, unless all is what it was then."""
-        now = self.loss, self.jit_compile, self.run_eagerly, *self._step.options
-        self._step.engines.expect(self, now)
 
     @property
     def physical_batch_size(self) -> int | None:
@@ -381,7 +376,7 @@ class DPModel(keras.Model):
         if self.built and self.optimizer.built:  # a step that is traced would go on as it is
             self.optimizer.ensure_built(self.trainable_variables)
         if self.run_eagerly:
-            self._look_again()
+            self._step.engines.look_again(self)
         guard, optimizer = self._guard, self.optimizer
         taken = fit_data.take(call, self)
         at_once = min(self.steps_per_execution, taken.pass_length or math.inf)
@@ -501,7 +496,7 @@ class DPModel(keras.Model):
         """Puts the privacy guard around Keras's train function."""
         if self.train_function is not None and not force:
             return
-        self._look_again()  # the step is traced as the model is now
+        self._step.engines.look_again(self)  # the step is traced as the model is now
         steps = by_blocks = replicated.train_function(self, self._step, self._local_sums)
         if not workers.is_used(self.distribute_strategy):
             super().make_train_function(force=True)

@@ -102,17 +102,19 @@ def split(data, shares):
 
 
 def _columns(arrays):
-    """The arrays of x or y; numbers as float64, lest others decide on the type that is hashed."""
-    arrays = arrays.values() if isinstance(arrays, dict) else [arrays]
-    return [array.astype(np.float64) if array.dtype.kind in "biuf" else array for array in arrays]
+    """The arrays of x or y."""
+    return arrays.values() if isinstance(arrays, dict) else [arrays]
 
 
 def _place(row):
     """A number in [0, 1), as if by chance, by which a row of several columns decides alone."""
     digest = hashlib.sha256()
     for value in row:
-        is_number = getattr(value, "dtype", np.dtype(object)).kind == "f"
-        content = value.tobytes() if is_number else repr(np.asarray(value).tolist()).encode()
+        value = np.asarray(value)
+        if value.dtype.kind in "biuf":  # as float64: other rows may decide on the type
+            content = value.astype(np.float64).tobytes()
+        else:
+            content = repr(value.tolist()).encode()
         digest.update(len(content).to_bytes(8, "big") + content)
     return int.from_bytes(digest.digest()[:6], "big") / 2**48
 

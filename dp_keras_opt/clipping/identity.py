@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -17,8 +18,7 @@ class Identity:
 
     These are the layers, their types of numbers and their attributes as far as these are plain
     values or functions, and the objective. Objects count as the same only if they are one, and are
-    held weakly. What somebody else has written may do something else when it is traced again, and
-    is not the same as anything: not even as itself.
+    held weakly.
     """
 
     def __init__(
@@ -42,20 +42,37 @@ class Identity:
                     self._parts.append((name, _held(value)))
 
     def is_that_of(self, model: keras.Model, objective: Any) -> bool:
-        """Whether this model and objective would be checked in the same way."""
+        """Whether this model and objective would be checked in the same way.
+
+        What somebody else has written may do something else when it is traced again, and is not
+        the same as anything: not even as itself.
+        """
+        return self._compared(model, objective, _same)
+
+    def looks_like(self, model: keras.Model, objective: Any) -> bool:
+        """Whether nothing that can be seen was changed, also of what somebody else has written."""
+        return self._compared(model, objective, _seem_same)
+
+    def _compared(self, model, objective, same):
         others = Identity(model, objective, self._ignored)._parts
-        return len(others) == len(self._parts) and all(map(_same, self._parts, others))
+        return len(others) == len(self._parts) and all(map(same, self._parts, others))
+
+
+class _Unknown(NamedTuple):
+    """Of code that may do something else each time; what it was, where that can be held."""
+
+    reference: Any
 
 
 def _held(value):
     if isinstance(value, _PLAIN):
         return value
-    if not is_of_libraries(value):
-        return object()  # the same as nothing
     try:
-        return weakref.ref(value)
+        is_method = isinstance(value, types.MethodType)  # made anew whenever one asks for it
+        reference = weakref.WeakMethod(value) if is_method else weakref.ref(value)
     except TypeError:
-        return object()  # the same as nothing
+        return _Unknown(None)
+    return reference if is_of_libraries(value) else _Unknown(reference)
 
 
 def is_of_libraries(value: Any) -> bool:
@@ -70,8 +87,14 @@ def is_of_libraries(value: Any) -> bool:
 
 def _same(one, other):
     (place, a), (other_place, b) = one, other
-    if place != other_place or type(a) is not type(b):
+    if place != other_place or type(a) is not type(b) or isinstance(a, _Unknown):
         return False
     if isinstance(a, weakref.ref):
-        return a() is not None and a() is b()
+        return a() is not None and (a() is b() or isinstance(a, weakref.WeakMethod) and a == b)
     return a == b
+
+
+def _seem_same(one, other):
+    if isinstance(one[1], _Unknown) and isinstance(other[1], _Unknown):
+        one, other = ((place, unknown.reference) for place, unknown in (one, other))
+    return _same(one, other)

@@ -82,7 +82,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.examples is None and not self.sampling.is_stated:
-            _check_stated(self.dataset, self.sampling)
+            _check_stated(self.dataset, self.sampling, stacklevel=5)
             # Past the lock of a frozen class: somebody's word, whoever called the constructor.
             object.__setattr__(self, "sampling", dataclasses.replace(self.sampling, is_stated=True))
 
@@ -242,7 +242,7 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
     return Batches(data, sampling, steps_per_epoch=steps, workers=place()[1])
 
 
-def _check_stated(data, sampling):
+def _check_stated(data, sampling, stacklevel=3):
     """Refuses what data that are somebody's own show to be sampled otherwise."""
     if sampling.passes and sampling.batch_sizes:
         raise ValueError(
@@ -263,7 +263,7 @@ def _check_stated(data, sampling):
             f"Batches of {sampling.kind} sampling vary in size, but those of `data` have exactly "
             f"{size} rows: the reported ε would be wrong. Use `dp.data.poisson_batches` or "
             "`balls_in_bins`, or state the sampling that takes place.",
-            stacklevel=3,  # the caller of `assume_sampling`
+            stacklevel=stacklevel,
         )
     elif size is not None and size * workers != sampling.batch_size:
         raise ValueError(

@@ -20,7 +20,7 @@ class _FixedOnceMade(abc.ABCMeta):
             if isinstance(value, np.ndarray):
                 vars(made)[name] = value = value.copy()
                 value.setflags(write=False)
-        made._is_made = True
+        object.__setattr__(made, "_is_made", True)  # past the lock of a frozen dataclass
         return made
 
 

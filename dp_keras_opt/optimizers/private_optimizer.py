@@ -880,9 +880,13 @@ class PrivateOptimizer(UpdatesOnce):
             config.pop(name, None)
         if self.average_from is not None:
             config |= {"use_ema": False, "average_from": self.average_from}
-        own = settings.settings_of(type(self)).keys() - self._derived_settings
-        config |= {name: self._serialized(name) for name in sorted(own)}
+        config |= self.private_config()
         return config if self.plan is None else config | {"plan": self.plan.get_config()}
+
+    def private_config(self) -> dict[str, Any]:
+        """The part of the configuration that bears on privacy."""
+        own = settings.settings_of(type(self)).keys() - self._derived_settings
+        return {name: self._serialized(name) for name in sorted(own)}
 
     @classmethod
     def from_config(

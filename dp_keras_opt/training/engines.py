@@ -27,7 +27,7 @@ class CheckedEngines:
     def __init__(self):
         self.ignored = frozenset()  # names of attributes of the model that checks do not look at
         self._known = {}  # (what trains, form of the batches) -> engines
-        self._identity = self._objective = None
+        self._identity, self._options = None, ()
 
     def __bool__(self):
         return bool(self._known)
@@ -37,11 +37,18 @@ class CheckedEngines:
         """Those that were found last, None before the first."""
         return list(self._known.values())[-1] if self._known else None
 
-    def expect(self, model, objective):
+    def expect(self, model, options):
+        """`look_again`, where `compile` was told these options that a check depends on."""
+        self._options = options
+        self.look_again(model)
+
+    def look_again(self, model):
         """Forgets what was checked, unless model and objective are what they were."""
-        self._objective = objective
-        if self._identity is None or not self._identity.is_that_of(model, objective):
+        if self._identity is None or not self._identity.is_that_of(model, self._objective(model)):
             self._known.clear()
+
+    def _objective(self, model):
+        return model.loss, model.jit_compile, model.run_eagerly, *self._options
 
     def of(self, model, batch, physical_rows, *, fitting, announce=False):
         """The engines for batches of this form, checked before they are used for the first time.
@@ -54,6 +61,9 @@ class CheckedEngines:
                 sizes in which batches differ, are left open.
             announce: whether a long check is announced.
         """
+        # Whenever a step is traced, or runs eagerly: attributes may have changed since the check.
+        if self._identity and not self._identity.looks_like(model, self._objective(model)):
+            self._known.clear()
         form = form_of(batch, any_rows=not fitting)
         engines = self._find(model, form)
         if engines is None:
@@ -84,7 +94,7 @@ class CheckedEngines:
         with _announced(announce), _quantization_named(model):
             rows = physical_rows or synthetic.num_rows
             engines = clipping.checked_engines(model, synthetic, rows, show=show)
-        self._identity = Identity(model, self._objective, self.ignored)
+        self._identity = Identity(model, self._objective(model), self.ignored)
         clipping.clip_groups(model, model.optimizer.query())  # names layers that exist
         loops = any(per_example.has_loops(layer) for layer in engines.general)
         engines = engines._replace(sequential=bool(model.jit_compile and loops))

@@ -232,7 +232,7 @@ class PrivacyGuard:
                 raise
             finally:
                 self.is_stepping = False
-                self.history.record(self._ledger, self.run, model)  # what the step has built
+                self.history.record(self._ledger, self.run, model, has_run=True)
             # The data may have ended in between.
             self._settle(optimizer, reserved, before, steps_run() - run_before)
             if self.progress is not None and not self.affords(steps):
@@ -272,7 +272,7 @@ class PrivacyGuard:
         self.history.gather_again(self._ledger, model.weights)
         self._notice_new_pass(now)
         self.begin_run(model)
-        self.history.record(self._ledger, self.run, model)
+        self.history.record(self._ledger, self.run, model, has_run=False)
         segment = self._ledger.current
         if segment.changes and segment.last_step != now:
             raise ValueError(
@@ -608,20 +608,15 @@ def _check_alike(model, segment):
     """Refuses workers with other bounds, noise or sampling: one ledger speaks for all of them."""
     if workers.place(model.distribute_strategy)[1] == 1:
         return
-
-    def without_names(config):  # which count how many optimizers a process has made
-        return {key: value for key, value in config.items() if key != "name"}
-
-    config = json.dumps(model.optimizer.get_config(), sort_keys=True, default=str)
-    config = json.loads(config, object_hook=without_names)
-    ours = json.dumps([segment.to_config(), config], sort_keys=True).encode()
-    everyones = workers.gathered(hashlib.sha256(ours).digest(), model.distribute_strategy)
+    ours = [segment.to_config(), model.optimizer.private_config()]
+    content = json.dumps(ours, sort_keys=True, default=str).encode()
+    everyones = workers.gathered(hashlib.sha256(content).digest(), model.distribute_strategy)
     if len(set(everyones)) > 1:
         raise ValueError(
             "The workers train in different ways, and the ledger of one would speak for all of "
             f"them. This one has {segment.sampling}, clip_norm={segment.clip_norm}, "
-            f"noise_multiplier={model.optimizer.noise_multiplier:g}. Give the optimizers, and how "
-            "batches are sampled, the same arguments at all workers."
+            f"noise_multiplier={model.optimizer.noise_multiplier:g}. Give all optimizers the same "
+            "arguments, and sample batches alike at all workers."
         )
 
 

@@ -34,7 +34,6 @@ class StepState:
         is_coarse: whether the step allows for products in TF32; None before it is made.
         has_begun: whether the optimizer was told that the step which was made begins.
         shows_progress: whether `fit` shows progress.
-        options: what else `compile` was told that a check of the model depends on.
         observers: functions of (queries, released), called in every step.
         non_finite: a count of examples whose gradient was not finite; None before the first step.
         released: a count of the steps that released something; None before the first.
@@ -47,7 +46,6 @@ class StepState:
     has_begun: bool = False
     shows_progress: bool = False
     engines: CheckedEngines = dataclasses.field(default_factory=CheckedEngines)
-    options: tuple[Any, ...] = ()
     observers: tuple[Any, ...] = ()
     non_finite: Any = None
     released: Any = None

@@ -25,7 +25,7 @@ class WeightHistory:
         self.learned = False
         self._unreadable = None  # why the ledger of loaded weights could not be read
         self._others = (None, ())  # ledgers of shared weights, as of which record
-        self._recorded = None  # the run that the weights are known to be shaped by
+        self._recorded = None  # (the run that shapes the weights, whether a step of it ran)
         self._moving_since = None  # the registration of checksums before the steps of now
 
     def gather(self, ledger, weights):
@@ -54,12 +54,18 @@ class WeightHistory:
         for other in self._others[1]:
             ledger.absorb(other)
 
-    def record(self, ledger, run, model):
-        """Notes that the steps of a run, in this ledger, move the weights of the model."""
-        if self._recorded != run:
-            moved = provenance.moved_by(model)
-            provenance.record(moved, ledger)
-            self._recorded = run if moved else None  # a model that is not built has none yet
+    def record(self, ledger, run, model, has_run):
+        """Notes that the steps of a run, in this ledger, move the weights of the model.
+
+        Args:
+            ledger: the `Ledger`.
+            run: the name of the run.
+            model: whose weights.
+            has_run: whether a step of it has run, which builds what was not built before.
+        """
+        if self._recorded not in ((run, has_run), (run, True)):
+            provenance.record(provenance.moved_by(model), ledger)
+            self._recorded = run, has_run
 
     def let_move(self, weights):
         """Before private steps: notes what others did until now, and expects no values any more."""

@@ -778,8 +778,9 @@ def test_where_the_noise_comes_from_does_not_change(name, value):
     assert (optimizer.seed, optimizer.secure_noise) == (4, False)
 
 
+@pytest.mark.parametrize("built", [[], ["layer"]])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_model_that_the_first_step_builds_marks_its_weights(steps):
+def test_a_model_that_the_first_step_builds_marks_its_weights(steps, built):
     """Keras merges class weights into the batch, whose form is not known before."""
 
     class Around(dp.DPModel):
@@ -792,12 +793,17 @@ def test_a_model_that_the_first_step_builds_marks_its_weights(steps):
 
     layer = keras.layers.Dense(4)
     model = Around(layer)
+    if built:  # an encoder, beneath a new head
+        layer.build((None, 3))
     model.compile(
         dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N), "mse"
     )
     model.sampling = dp.accounting.Sampling.full(N)
     for _ in range(steps):
         model.train_on_batch(X, np.zeros((N, 1), "int32"), class_weight={0: 1.0, 1: 1.0})
-    inputs = keras.Input((3,))
-    other = dp.DPModel(inputs, keras.layers.Dense(2)(layer(inputs)))
-    assert other.ledger.steps == model.ledger.steps == steps
+    inputs, hidden = keras.Input((3,)), keras.Input((4,))
+    others = (
+        dp.DPModel(inputs, keras.layers.Dense(2)(layer(inputs))),
+        dp.DPModel(hidden, model.head(hidden)),
+    )
+    assert [other.ledger.steps for other in (model, *others)] == [steps] * 3

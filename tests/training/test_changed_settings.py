@@ -1,6 +1,8 @@
 """What is changed after it was made, compiled or checked: refused, or looked at again."""
 
 import copy
+import dataclasses
+import functools
 import pickle
 
 import keras
@@ -28,6 +30,31 @@ def model_with(optimizer, loss="mse", layer=None, **compiled):
 
 
 # Noise: what is drawn and what it costs follow from one object.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decay(schedules.NoiseSchedule):
+    """As somebody may write one."""
+
+    rate: float
+
+    def alphas(self, start, steps):
+        return self.rate ** np.arange(start, start + steps)
+
+    def alpha(self, step):
+        return self.rate ** keras.ops.cast(step, "float32")
+
+    @functools.cached_property
+    def half_life(self):
+        return np.log(0.5) / np.log(self.rate)
+
+
+def test_a_schedule_of_ones_own_may_be_a_dataclass():
+    made = Decay(0.99)
+    assert made.half_life == pytest.approx(68.97, rel=1e-3)
+    with pytest.raises(AttributeError):
+        made.rate = 0.5
+
 
 MADE = {
     "a fraction": (lambda: dp.noise.LambdaCGD(40, 0.5), "fraction", 0.99),
@@ -158,6 +185,59 @@ def test_a_step_that_is_traced_again_is_checked_again(change, again):
     with pytest.raises(ValueError, match=message):
         model.fit(batches, verbose=0, callbacks=callbacks)
     assert model.ledger.steps in (N // B, N // B + 1)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_loop_of_ones_own_looks_again(change, eager):
+    """With other numbers of rows TensorFlow traces anew; without graphs nothing is traced."""
+    settings, apply, message = CHANGES[change]
+    settings = {key: value() if key == "layer" else value for key, value in settings.items()}
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), **settings, run_eagerly=eager)
+    model.sampling = Sampling.poisson(N, B)
+    model.train_on_batch(X[:B], Y[:B])
+    apply(model)
+    with pytest.raises(ValueError, match=message):
+        model.train_on_batch(X[: B + 1], Y[: B + 1])
+
+
+def test_a_callback_that_changes_the_model_of_an_eager_fit():
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=Centre(), run_eagerly=True)
+    change = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: switch(model))
+    with pytest.raises(ValueError, match="mixes|depend"):
+        model.fit(dp.data.poisson_batches((X, Y), B), verbose=0, callbacks=[change])
+
+
+@keras.saving.register_keras_serializable("test_changed_settings")
+class Methods(keras.layers.Layer):
+    """Of one's own, with what is made anew whenever one looks."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.squash = self.squashed
+        self.scale = {"by": 2.0}.get
+
+    def squashed(self, x):
+        return keras.ops.tanh(x)
+
+    def call(self, x):
+        return self.squash(x) * self.scale("by")
+
+
+@pytest.mark.parametrize("loss", ["mse", lambda y, outputs: keras.ops.mean((y - outputs) ** 2, -1)])
+@pytest.mark.parametrize("eager", [False, True])
+def test_what_was_not_changed_is_checked_once(loss, eager, monkeypatch):
+    checks = []
+    check = dp.clipping.checked_engines
+    monkeypatch.setattr(
+        "dp_keras_opt.clipping.checked_engines",
+        lambda *args, **kwargs: checks.append(1) or check(*args, **kwargs),
+    )
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), loss, Methods(), run_eagerly=eager)
+    model.fit(dp.data.poisson_batches((X, Y), B), epochs=2, verbose=0)
+    assert len(checks) == 1
+    model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+    assert len(checks) == (2 if eager else 1)
 
 
 # Batches: a word that somebody gave.

@@ -56,6 +56,8 @@ _DRAWS = (
     (_MANY, 1.0, False, "missing"),
     (_MANY, 1.0, False, "bright"),
     (_MANY, 1.0, False, "dark"),
+    (_MANY, 1.0, False, "bright, late"),
+    (_MANY, 1.0, False, "dark, late"),
     (_MANY, 1e3, False, "real"),
     (_FEW, 1e3, True, "real"),
 )

@@ -82,7 +82,12 @@ def check_independence(
         return
     if other.losses.shape != (rows,):
         _refuse(passes.objective, "Return one value per example, without the mean.")
-    first = passes.run(batch, before)
+    try:
+        first = passes.run(batch, before)
+    except DOES_NOT_RUN:
+        if must_be_finite:
+            return
+        raise
     before_it, it, after_it = slice(row), slice(row, row + 1), slice(row + 1, None)
 
     def has_rows(place):

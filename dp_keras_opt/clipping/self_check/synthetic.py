@@ -122,9 +122,10 @@ class Synthetic:
         are NaN. With `outlier` those of the changed row are a million times larger, and its other
         values go from one extreme to the other. Without `wide`, integers are 0 and 1, and strings
         such as the model need not know. Of the style "bright" the changed row of x is of extremes,
-        and the others are of small numbers and zeros; "dark" is the reverse: a row as a whole
-        differs from all others then. With a `mark` of `marks` or `lone` all of the changed row that
-        may be it is, and some of others where the model tests for it.
+        and the others are of small numbers and then of zeros, or the other way round where it is
+        "late"; "dark" is the reverse: a row as a whole differs from all others then, and begins or
+        ends where the others are padding. With a `mark` of `marks` or `lone` all of the changed row
+        that may be it is, and some of others where the model tests for it.
         """
 
         def two(leaf, pools, place):
@@ -132,9 +133,10 @@ class Synthetic:
                 return None, None
             floats = style if place < self._of_x or style == "whole" else "real"
             shape, one = self._shape(leaf, rows), slice(row, row + 1)
-            if floats in ("bright", "dark") and leaf.dtype != tf.string:
-                dark, bright = _dark_and_bright(random, pools, shape, leaf.dtype)
-                values, others = (dark, bright) if floats == "bright" else (bright, dark)
+            shade, _, when = floats.partition(", ")
+            if shade in ("bright", "dark"):
+                dark, bright = _dark_and_bright(random, pools, shape, leaf.dtype, when == "late")
+                values, others = (dark, bright) if shade == "bright" else (bright, dark)
                 changed = values.copy()
                 changed[one] = others[one]
             elif pools is None:
@@ -201,7 +203,7 @@ class Synthetic:
         return False
 
     def _widen(self, model, why_not, vocabularies, sizes):
-        """Has each input take all that it can alone, unless they cannot together."""
+        """Has each input take all that it can, beside what it and those before it take."""
         usual = self._pools.copy()
         outputs = tf.nest.flatten(model(self._trial().x, training=False))
         widths = sorted({2} | {t.shape[-1] for t in outputs if t.shape.rank and t.shape[-1] > 1})
@@ -226,9 +228,12 @@ class Synthetic:
             else:
                 others = []
                 ranges = _longest(takes, [range(width) for width in widths])
-            self._pools[place] = [*ranges, *filter(takes, others)] or self._pools[place]
-        if why_not(self._trial()) is not None:
-            self._pools = usual
+            found = []
+            for pool in (*ranges, *filter(takes, others)):
+                self._pools[place] = [*found, pool]
+                if why_not(self._trial()) is None:
+                    found.append(pool)
+            self._pools[place] = found or usual[place]
         for mark in dict.fromkeys([*_MARKS, *widths, *self._numbers]):
             asked = mark in self._numbers
             places = [
@@ -373,15 +378,29 @@ def _takes_lone(leaf, pools, mark):
     return pools is None or (mark == 0 and any(0 in pool for pool in pools))
 
 
-def _dark_and_bright(random, pools, shape, dtype):
-    """Small numbers, the second half of each row zeros; and extremes, of one kind or of both."""
-    if pools is not None:
-        low, high = _extremes(pools)
-        return _drawn(random, pools[:1], shape), np.full(shape, high)
-    dark = random.uniform(-0.01, 0.01, (shape[0], math.prod(shape[1:])))
-    dark[:, dark.shape[1] // 2 + 1 :] = 0
-    bright = random.choice([-1.0, 1.0], shape)
-    return tuple(each.reshape(shape).astype(dtype.as_numpy_dtype) for each in (dark, bright))
+def _dark_and_bright(random, pools, shape, dtype, is_late):
+    """Small values, half of each row what stands for none; and extremes, of one kind or of both.
+
+    With `is_late` it is the first half that is none, and only what is bright has negative numbers.
+    """
+    size = math.prod(shape[1:])
+    is_none = np.arange(size) < size // 2 if is_late else np.arange(size) > size // 2
+    is_none = np.broadcast_to(is_none, (shape[0], size)).reshape(shape)
+    if pools is None:
+        dark = np.where(is_none, 0.0, random.uniform(0.0 if is_late else -0.01, 0.01, shape))
+        both = dark, random.choice([-1.0, 1.0], shape)
+        return tuple(each.astype(dtype.as_numpy_dtype) for each in both)
+    none, (low, high) = "" if dtype == tf.string else 0, _extremes(pools)
+    if dtype == tf.string:
+        dark, bright = _drawn(random, pools, shape), _drawn(random, pools, shape)
+        bright[bright == none] = high
+    else:
+        dark, bright = _drawn(random, pools[:1], shape), np.full(shape, high)
+        if is_late and low < 0:
+            bright[random.random(shape) < 0.3] = low
+    if any(none in pool for pool in pools):
+        dark[is_none] = none
+    return dark, bright
 
 
 def _extremes(pools):
