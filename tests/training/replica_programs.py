@@ -685,16 +685,16 @@ def check_alike(strategy, task):
     """A worker with another clip norm, with which a row of its moved the sum by 100 C, or noise."""
     sampling = dp.accounting.Sampling.poisson
     for theirs, size in (
-        ({"clip_norm": 100.0}, 60), ({"noise_multiplier": 0.1}, 60), ({"geometry": "mean"}, 60),
-        ({"clipping": "per_layer"}, 60), ({}, 90),
+        ({"clip_norm": 100.0}, 60), ({"noise_multiplier": 0.1}, 60), ({}, 90),
+        ({"geometry": dp.geometries.Mean()}, 60), ({"clipping": "per_layer"}, 60),
     ):  # fmt: skip
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH, drop_remainder=True)
         with strategy.scope():
             model = make(optimizer(**(theirs if task else {})))
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH, drop_remainder=True)
-        stated = sampling(size if task else 60, BATCH)
+            batches = dp.data.assume_sampling(data, sampling(size if task else 60, BATCH))
         before = model.get_weights()[0]
         try:
-            model.fit(dp.data.assume_sampling(data, stated), verbose=0)
+            model.fit(batches, verbose=0)
         except ValueError as error:
             assert "train in different ways" in str(error), error
         else:
