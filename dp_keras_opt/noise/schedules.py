@@ -98,7 +98,7 @@ class Fixed(NoiseSchedule):
         self.length = len(self.values)
 
     def alphas(self, start: int, steps: int) -> np.ndarray:
-        if start + steps > len(self.values):
+        if start + steps > self.length:
             raise ValueError(
                 f"The noise schedule ends after {self.length} steps; "
                 f"steps up to {start + steps} were asked for."

@@ -204,16 +204,18 @@ class Synthetic:
 
     def _widen(self, model, why_not, vocabularies, sizes):
         """Has each input take all that it can, beside what it and those before it take."""
-        usual = self._pools.copy()
         outputs = tf.nest.flatten(model(self._trial().x, training=False))
         widths = sorted({2} | {t.shape[-1] for t in outputs if t.shape.rank and t.shape[-1] > 1})
         for place, leaf in enumerate(self._leaves):
             if self._pools[place] is None or leaf.dtype.is_bool:
                 continue
 
-            def takes(pool, place=place, leaf=leaf):
-                pools = [*self._pools[:place], [pool], *self._pools[place + 1 :]]
-                return _fits(leaf, pool) and why_not(self._trial(pools)) is None
+            def runs(pools, place=place):
+                pools = [*self._pools[:place], pools, *self._pools[place + 1 :]]
+                return why_not(self._trial(pools)) is None
+
+            def takes(pool, leaf=leaf, runs=runs):
+                return _fits(leaf, pool) and runs([pool])
 
             if leaf.dtype == tf.string:
                 words = vocabularies or [_LETTERS]
@@ -228,12 +230,13 @@ class Synthetic:
             else:
                 others = []
                 ranges = _longest(takes, [range(width) for width in widths])
-            found = []
-            for pool in (*ranges, *filter(takes, others)):
-                self._pools[place] = [*found, pool]
-                if why_not(self._trial()) is None:
-                    found.append(pool)
-            self._pools[place] = found or usual[place]
+            found = [*ranges, *filter(takes, others)]
+            if found and not runs(found):  # together: those that go with the ones before
+                alone, found = found, []
+                for pool in alone:
+                    if runs([*found, pool]):
+                        found.append(pool)
+            self._pools[place] = found or self._pools[place]
         for mark in dict.fromkeys([*_MARKS, *widths, *self._numbers]):
             asked = mark in self._numbers
             places = [
