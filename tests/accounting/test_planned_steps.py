@@ -12,6 +12,7 @@ from scipy import optimize, stats
 
 from dp_keras_opt.accounting import Ledger, RenyiFilter, Sampling
 from dp_keras_opt.accounting.privacy_filters import FilterBudget
+from dp_keras_opt.accounting.privacy_statement import not_covered
 from dp_keras_opt.noise import BandedMatrix, Laplace, Release
 
 DELTA = 1e-5
@@ -325,3 +326,9 @@ def test_the_statement_says_that_a_further_fit_is_not_covered(gaussians, held):
     said = "added to a training after looking at its results" in text
     assert said is not held
     assert ("whatever was chosen after looking" in text) is held
+
+
+def test_what_is_not_covered_where_nothing_is_claimed():
+    """As in a card without a δ: all of no claims are held by a filter, and none of them."""
+    text = " ".join(" ".join(not_covered([])).split())
+    assert "added to a training after looking at its results" in text

@@ -744,7 +744,7 @@ def test_what_an_optimizer_does_not_count_is_in_the_ledger(steps, eager):
 
 
 def test_steps_that_no_optimizer_counts_where_the_data_end():
-    """Two executions of two steps each, of which the second has data for one."""
+    """An execution of two steps, with data for one."""
     model = _model()
     optimizer = Signs(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=B)
     model.compile(optimizer, "mse", steps_per_execution=2)
@@ -778,9 +778,9 @@ def test_where_the_noise_comes_from_does_not_change(name, value):
     assert (optimizer.seed, optimizer.secure_noise) == (4, False)
 
 
-@pytest.mark.parametrize("built", [[], ["layer"]])
+@pytest.mark.parametrize("has_built_part", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_model_that_the_first_step_builds_marks_its_weights(steps, built):
+def test_a_model_that_the_first_step_builds_marks_its_weights(steps, has_built_part):
     """Keras merges class weights into the batch, whose form is not known before."""
 
     class Around(dp.DPModel):
@@ -793,7 +793,7 @@ def test_a_model_that_the_first_step_builds_marks_its_weights(steps, built):
 
     layer = keras.layers.Dense(4)
     model = Around(layer)
-    if built:  # an encoder, beneath a new head
+    if has_built_part:  # an encoder, beneath a new head
         layer.build((None, 3))
     model.compile(
         dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N), "mse"

@@ -15,7 +15,7 @@ from dp_keras_opt.accounting import Sampling
 from dp_keras_opt.noise import schedules
 from dp_keras_opt.noise.source import NoiseSource
 
-N, B, DELTA = 200, 20, 1e-5
+N, B = 200, 20
 X = np.random.default_rng(0).normal(size=(N, 3)).astype("float32")
 Y = X[:, :1]
 PRIVATE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "batch_size": B}
@@ -157,9 +157,10 @@ def exchange(model):
     model.loss = dp.Objective(mixing)
 
 
+#: What a model is made with, and what then makes it mix.
 CHANGES = {
-    "a layer": ({"layer": Centre}, switch, "mixes|depend"),
-    "an objective": ({"loss": dp.Objective(own)}, exchange, "mixes|depend"),
+    "a layer": (lambda: {"layer": Centre()}, switch),
+    "an objective": (lambda: {"loss": dp.Objective(own)}, exchange),
 }
 
 
@@ -167,9 +168,8 @@ CHANGES = {
 @pytest.mark.parametrize("again", ["observer", "report", "forced", "eager"])
 def test_a_step_that_is_traced_again_is_checked_again(change, again):
     """A row moved the sum by 21 C where C was claimed."""
-    settings, apply, message = CHANGES[change]
-    settings = {key: value() if key == "layer" else value for key, value in settings.items()}
-    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), **settings)
+    settings, apply = CHANGES[change]
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), **settings())
     batches = dp.data.poisson_batches((X, Y), B)
     if again == "eager":
         model.run_eagerly = True
@@ -182,7 +182,7 @@ def test_a_step_that_is_traced_again_is_checked_again(change, again):
         callbacks = [dp.callbacks.OptimizerReport()]
     elif again == "forced":
         model.make_train_function(force=True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="mixes"):
         model.fit(batches, verbose=0, callbacks=callbacks)
     assert model.ledger.steps in (N // B, N // B + 1)
 
@@ -191,20 +191,19 @@ def test_a_step_that_is_traced_again_is_checked_again(change, again):
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_loop_of_ones_own_looks_again(change, eager):
     """With other numbers of rows TensorFlow traces anew; without graphs nothing is traced."""
-    settings, apply, message = CHANGES[change]
-    settings = {key: value() if key == "layer" else value for key, value in settings.items()}
-    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), **settings, run_eagerly=eager)
+    settings, apply = CHANGES[change]
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), **settings(), run_eagerly=eager)
     model.sampling = Sampling.poisson(N, B)
     model.train_on_batch(X[:B], Y[:B])
     apply(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="mixes"):
         model.train_on_batch(X[: B + 1], Y[: B + 1])
 
 
 def test_a_callback_that_changes_the_model_of_an_eager_fit():
     model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=Centre(), run_eagerly=True)
     change = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: switch(model))
-    with pytest.raises(ValueError, match="mixes|depend"):
+    with pytest.raises(ValueError, match="mixes"):
         model.fit(dp.data.poisson_batches((X, Y), B), verbose=0, callbacks=[change])
 
 
