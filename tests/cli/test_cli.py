@@ -562,7 +562,7 @@ class Twice(keras.layers.Layer):
 # Comparisons.
 
 
-COMPARE = "compare {0}/plain.keras {0}/data.npz --loss mse --delta 1e-5 --batch-size 40 --steps 8"
+COMPARE = "compare {0}/plain.keras {0}/data.npz --loss mse --delta 1e-5 --batch-size 32 --steps 8"
 
 
 def test_compare_writes_resumes_and_warns(found, run, files, tmp_path):

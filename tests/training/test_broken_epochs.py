@@ -23,7 +23,7 @@ from dp_keras_opt.noise import BandedMatrix
 N, B, SIGMA, DELTA = 40, 8, 2.0, 1e-3
 X = np.random.default_rng(0).normal(size=(N, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-BANDS = BandedMatrix(40, 3)
+BANDS = BandedMatrix(60, 3)
 SIZES = {0: B, 7: 2 * B}
 
 
@@ -101,7 +101,7 @@ def event_of(kind, runs):
 
 def columns(steps, apart):
     """The norm that one example, every so many steps, moves C·(sums) by, at most."""
-    matrix = np.linalg.inv(BANDS.inverse(40))[:steps, :steps]
+    matrix = np.linalg.inv(BANDS.inverse(60))[:steps, :steps]
     return max(np.linalg.norm(matrix[:, start::apart].sum(axis=1)) for start in range(apart))
 
 

@@ -172,7 +172,7 @@ def test_data_that_go_on_where_they_should_end_are_counted():
     batches = dp.data.balls_in_bins((X, Y), B)
     twice = dataclasses.replace(batches, dataset=batches.dataset.concatenate(batches.dataset))
     model = _model(run_eagerly=False, steps_per_execution=3)
-    with pytest.raises(RuntimeError, match="1 training steps were accounted, but .* counts 3"):
+    with pytest.raises(RuntimeError, match="1 training steps were accounted, but 3 ran"):
         model.fit(twice, verbose=0)
     assert model.ledger.steps == int(model.optimizer.iterations.numpy()) == 6
 
