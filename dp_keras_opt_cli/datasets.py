@@ -71,8 +71,8 @@ def load_all(arguments, *others):
 def split(data, shares):
     """Disjoint parts of a data set. Which one an example is in depends on it alone, not on others.
 
-    So one example more or less makes no other one change its part: what is private to the part that
-    is trained on is so to the whole.
+    So one example more or less makes no other one change its part, and what is private for those
+    that are trained on stays so. The other parts choose and judge, without noise.
 
     Args:
         data: (x, y).

@@ -30,13 +30,15 @@ class Identity:
             objective: a structure of all else, such as losses and options of `compile`.
             ignored: names of its attributes that do not count, such as those that all models have.
         """
-        self._ignored = ignored | SET_BY_RUNS
+        self._ignored = ignored
         paths = keras.tree.flatten_with_path(objective)
         self._parts = [(path, _held(leaf)) for path, leaf in paths]
         for layer in layers_of(model):
             self._parts += [(None, _held(layer)), (None, layer.compute_dtype)]
             for name, value in sorted(vars(layer).items()):
-                if name == TRAINABLE or (layer is model and name in self._ignored):
+                if name == TRAINABLE or (layer is model and name in ignored):
+                    continue
+                if isinstance(layer, keras.Model) and name in SET_BY_RUNS:
                     continue
                 if isinstance(value, _PLAIN) or callable(value):
                     self._parts.append((name, _held(value)))
@@ -91,7 +93,7 @@ def _same(one, other):
         return False
     if isinstance(a, weakref.ref):
         return a() is not None and (a() is b() or isinstance(a, weakref.WeakMethod) and a == b)
-    return a == b
+    return a == b or (a != a and b != b)  # not a number, both
 
 
 def _seem_same(one, other):

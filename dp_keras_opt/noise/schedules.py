@@ -90,7 +90,7 @@ class Fixed(NoiseSchedule):
 
     def __init__(self, values: Sequence[float] | np.ndarray) -> None:
         # float32 is what the graph multiplies with, so it is also what is accounted.
-        self.values = np.array(values, np.float32)  # a copy: the caller may write to theirs
+        self.values = np.asarray(values, np.float32)
         if self.values.ndim != 1 or not self.values.size:
             raise ValueError("A noise schedule needs a non-empty list of factors, one a step.")
         if not (np.isfinite(self.values).all() and (self.values > 0).all()):

@@ -16,12 +16,17 @@ class _FixedOnceMade(abc.ABCMeta):
 
     def __call__(cls, *args, **kwargs):
         made = super().__call__(*args, **kwargs)
-        for name, value in list(vars(made).items()):
-            if isinstance(value, np.ndarray):
-                vars(made)[name] = value = value.copy()
-                value.setflags(write=False)
-        object.__setattr__(made, "_is_made", True)  # past the lock of a frozen dataclass
+        _close(made)
         return made
+
+
+def _close(made):
+    copies = {}  # of an array that has two names, one
+    for name, value in list(vars(made).items()):
+        if isinstance(value, np.ndarray):
+            vars(made)[name] = copy = copies.setdefault(id(value), value.copy())
+            copy.setflags(write=False)
+    object.__setattr__(made, "_is_made", True)  # past the lock of a frozen dataclass
 
 
 class Serializable(metaclass=_FixedOnceMade):
@@ -40,6 +45,13 @@ class Serializable(metaclass=_FixedOnceMade):
                 f"its price follow from it: {name} cannot be set. Make a new one."
             )
         super().__setattr__(name, value)
+
+    def __getstate__(self):
+        return dict(vars(self))
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _close(self)
 
     def get_config(self) -> dict[str, Any]:
         """Constructor arguments, as in Keras."""

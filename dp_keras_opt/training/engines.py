@@ -28,6 +28,7 @@ class CheckedEngines:
         self.ignored = frozenset()  # names of attributes of the model that checks do not look at
         self._known = {}  # (what trains, form of the batches) -> engines
         self._identity, self._options = None, ()
+        self._is_fresh = False  # checked since the execution began
 
     def __bool__(self):
         return bool(self._known)
@@ -41,6 +42,10 @@ class CheckedEngines:
         """`look_again`, where `compile` was told these options that a check depends on."""
         self._options = options
         self.look_again(model)
+
+    def begin_execution(self):
+        """Before each execution of the train function, which may trace the step anew."""
+        self._is_fresh = False
 
     def look_again(self, model):
         """Forgets what was checked, unless model and objective are what they were."""
@@ -61,9 +66,13 @@ class CheckedEngines:
                 sizes in which batches differ, are left open.
             announce: whether a long check is announced.
         """
-        # Whenever a step is traced, or runs eagerly: attributes may have changed since the check.
-        if self._identity and not self._identity.looks_like(model, self._objective(model)):
-            self._known.clear()
+        # Attributes may have changed since the check. What somebody else has written is checked
+        # whenever it is traced, and by what can be seen where it runs eagerly in each step.
+        if self._identity and not self._is_fresh:
+            lenient = tf.executing_eagerly()
+            is_same = self._identity.looks_like if lenient else self._identity.is_that_of
+            if not is_same(model, self._objective(model)):
+                self._known.clear()
         form = form_of(batch, any_rows=not fitting)
         engines = self._find(model, form)
         if engines is None:
@@ -99,6 +108,7 @@ class CheckedEngines:
         loops = any(per_example.has_loops(layer) for layer in engines.general)
         engines = engines._replace(sequential=bool(model.jit_compile and loops))
         self._known[_trained_parts(model), form] = engines
+        self._is_fresh = True
 
     def hidden_state(self):
         """Variables that must stay as they are, though no graph shows that they do."""

@@ -217,12 +217,11 @@ class PrivacyGuard:
             if not reserved:
                 model.stop_training = True
                 raise StopIteration
-            self.is_stepping = True
+            self.is_stepping, ended = True, None
             try:
                 logs = execute(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                self._settle(optimizer, reserved, before, steps_run() - run_before)
-                raise
+            except (StopIteration, tf.errors.OutOfRangeError) as error:
+                ended = error
             except BaseException:
                 # It counts, but is no step of those to come: it drew noise that is in no release,
                 # and a factor of the schedule that the next step has again.
@@ -231,10 +230,11 @@ class PrivacyGuard:
                     self._ledger.close()
                 raise
             finally:
-                self.is_stepping = False
-                self.history.record(self._ledger, self.run, model, has_run=True)
-            # The data may have ended in between.
-            self._settle(optimizer, reserved, before, steps_run() - run_before)
+                self.is_stepping, executed = False, steps_run() - run_before
+                self.history.record(self._ledger, self.run, model, has_run=executed > 0)
+            self._settle(optimizer, reserved, before, executed)  # the data may have ended
+            if ended is not None:
+                raise ended
             if self.progress is not None and not self.affords(steps):
                 self.progress.out_of_budget = True
                 model.stop_training = True
@@ -437,6 +437,13 @@ class PrivacyGuard:
             raise RuntimeError(f"{reserved} training steps were accounted, but {executed} ran.")
         self._ledger.settle(reserved, executed, self.run)
         now = steps_taken(optimizer)
+        self._since_data_began += executed
+        self._place_next_pass(now)
+        if self.progress is not None:
+            self.progress.ran += executed
+            self.progress.passes += executed < reserved
+            self.progress.counter = now
+            self.progress.to_run = max(self.progress.to_run - executed, 0)
         if now - before != executed:
             raise RuntimeError(
                 f"{executed} training step(s) ran, which the ledger has, but the optimizer's step "
@@ -445,13 +452,6 @@ class PrivacyGuard:
                 "`iterations` alone; a rule of your own that overrides `update` without "
                 "super().update(...) ends with self._iterations.assign_add(1)."
             )
-        self._since_data_began += executed
-        self._place_next_pass(now)
-        if self.progress is not None:
-            self.progress.ran += executed
-            self.progress.passes += executed < reserved
-            self.progress.counter = now
-            self.progress.to_run = max(self.progress.to_run - executed, 0)
 
     # What a `fit` is to run.
 
@@ -608,14 +608,20 @@ def _check_alike(model, segment):
     """Refuses workers with other bounds, noise or sampling: one ledger speaks for all of them."""
     if workers.place(model.distribute_strategy)[1] == 1:
         return
-    ours = [segment.to_config(), model.optimizer.private_config()]
-    content = json.dumps(ours, sort_keys=True, default=str).encode()
-    everyones = workers.gathered(hashlib.sha256(content).digest(), model.distribute_strategy)
-    if len(set(everyones)) > 1:
+    ours = segment.to_config() | model.optimizer.private_config()
+    digests = {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        for name, value in sorted(ours.items())
+    }
+    gathered = workers.gathered(json.dumps(digests).encode(), model.distribute_strategy)
+    everyones = [set(json.loads(text).items()) for text in gathered]
+    differing = {name for name, _ in set.union(*everyones) - set.intersection(*everyones)}
+    if differing:
         raise ValueError(
             "The workers train in different ways, and the ledger of one would speak for all of "
-            f"them. This one has {segment.sampling}, clip_norm={segment.clip_norm}, "
-            f"noise_multiplier={model.optimizer.noise_multiplier:g}. Give all optimizers the same "
+            f"them: they differ in {', '.join(sorted(differing))}. This one has "
+            f"{segment.sampling}, clip_norm={segment.clip_norm}, "
+            f"noise_multiplier={model.optimizer.noise_multiplier!r}. Give all optimizers the same "
             "arguments, and sample batches alike at all workers."
         )
 

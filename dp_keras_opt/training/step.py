@@ -80,12 +80,13 @@ def train_step(model, state, sums_of_all):
         alpha=optimizer.noise_schedule.alpha(optimizer.iterations),
         source=optimizer.noise_source,
     )
-    for observe in model.release_observers:
-        observe(queries, released)
     # The counters then prove that a batch was used: a graph would advance them without one. One
     # node stands for all sums, or each operation of the update would have an edge to each of them.
     with tf.control_dependencies([tf.group(*tf.nest.flatten(sums, expand_composites=True))]):
-        state.released.assign_add(1)
+        counted = state.released.assign_add(1)
+    with tf.control_dependencies([counted]):  # what fails here has seen what was released
+        for observe in model.release_observers:
+            observe(queries, released)
         optimizer.update(released)
         optimizer.adapt_clip_norm(released)
     return logs
@@ -174,6 +175,7 @@ def check_before_tracing(model, state, specs, *, fitting):
 
     Variables that are made while it is traced have it traced a second time.
     """
+    state.engines.begin_execution()
     known = bool(state.engines) and model.optimizer.built
     if not known and (specs is not None or state.given is not None):
         data, spec = (specs, lambda spec: spec) if specs is not None else (state.given, _spec)

@@ -61,7 +61,7 @@ class WeightHistory:
             ledger: the `Ledger`.
             run: the name of the run.
             model: whose weights.
-            has_run: whether a step of it has run, which builds what was not built before.
+            has_run: whether a step of it has run: then all weights are there.
         """
         if self._recorded not in ((run, has_run), (run, True)):
             provenance.record(provenance.moved_by(model), ledger)

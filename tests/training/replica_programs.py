@@ -696,7 +696,9 @@ def check_alike(strategy, task):
         try:
             model.fit(batches, verbose=0)
         except ValueError as error:
+            named = next(iter(theirs), "sampling")
             assert "train in different ways" in str(error), error
+            assert f"differ in {named}" in str(error) or f", {named}" in str(error), error
         else:
             raise AssertionError(f"{theirs} was not noticed.")
         assert model.ledger.steps == 0

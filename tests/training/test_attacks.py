@@ -1,5 +1,6 @@
 """Ways to train that once spent more than the ledger said, or whose noise was not as accounted."""
 
+import contextlib
 import itertools
 import os
 import warnings
@@ -778,9 +779,11 @@ def test_where_the_noise_comes_from_does_not_change(name, value):
     assert (optimizer.seed, optimizer.secure_noise) == (4, False)
 
 
-@pytest.mark.parametrize("has_built_part", [False, True])
+@pytest.mark.parametrize(
+    ("has_built_part", "has_failed"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_model_that_the_first_step_builds_marks_its_weights(steps, has_built_part):
+def test_a_model_that_the_first_step_builds_marks_its_weights(steps, has_built_part, has_failed):
     """Keras merges class weights into the batch, whose form is not known before."""
 
     class Around(dp.DPModel):
@@ -796,9 +799,14 @@ def test_a_model_that_the_first_step_builds_marks_its_weights(steps, has_built_p
     if has_built_part:  # an encoder, beneath a new head
         layer.build((None, 3))
     model.compile(
-        dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N), "mse"
+        dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=N),
+        "mse",
+        run_eagerly=has_failed,
     )
     model.sampling = dp.accounting.Sampling.full(N)
+    if has_failed:  # before it has built anything; it counts
+        with pytest.raises(ValueError, match="incompatible|shape"):
+            model.train_on_batch(X[:, :2], np.zeros((N, 1), "int32"), class_weight={0: 1.0, 1: 1.0})
     for _ in range(steps):
         model.train_on_batch(X, np.zeros((N, 1), "int32"), class_weight={0: 1.0, 1: 1.0})
     inputs, hidden = keras.Input((3,)), keras.Input((4,))
@@ -806,4 +814,25 @@ def test_a_model_that_the_first_step_builds_marks_its_weights(steps, has_built_p
         dp.DPModel(inputs, keras.layers.Dense(2)(layer(inputs))),
         dp.DPModel(hidden, model.head(hidden)),
     )
-    assert [other.ledger.steps for other in (model, *others)] == [steps] * 3
+    assert [other.ledger.steps for other in (model, *others)] == [steps + has_failed] * 3
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("error", [StopIteration, KeyError])
+def test_what_an_observer_saw_before_it_failed_is_counted(eager, error):
+    """StopIteration was taken for the end of the data, and five steps that were seen for none."""
+    model, seen = _model(), []
+
+    def look(value):
+        seen.append(value)
+        raise error("of an observer")
+
+    def observe(queries, released):
+        tf.numpy_function(look, [released[0].value[0]], [])
+
+    model.run_eagerly = eager
+    model.observe_releases(observe)
+    for _ in range(3):
+        with contextlib.suppress(Exception):
+            model.fit(dp.data.poisson_batches((X, Y), 8), verbose=0)
+    assert model.ledger.steps == len(seen) == 3

@@ -49,9 +49,20 @@ class Decay(schedules.NoiseSchedule):
         return np.log(0.5) / np.log(self.rate)
 
 
-def test_a_schedule_of_ones_own_may_be_a_dataclass():
-    made = Decay(0.99)
+COPIES = {
+    "itself": lambda made: made,
+    "a copy": copy.copy,
+    "a deep copy": copy.deepcopy,
+    "pickled": lambda made: pickle.loads(pickle.dumps(made)),
+}
+copies = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+
+
+@copies
+def test_a_schedule_of_ones_own_may_be_a_dataclass(copied):
+    made = copied(Decay(0.99))
     assert made.half_life == pytest.approx(68.97, rel=1e-3)
+    assert made == Decay(0.99)
     with pytest.raises(AttributeError):
         made.rate = 0.5
 
@@ -68,11 +79,11 @@ MADE = {
 
 
 @pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("copied", [lambda x: x, copy.copy, copy.deepcopy, "pickled"])
+@copies
 def test_noise_is_fixed_when_it_is_made(kind, copied):
     """λ = 0.99 in noise that was made for 0.5 had ε = 4.38 where 6.53 would have been right."""
     make, name, value = MADE[kind]
-    made = pickle.loads(pickle.dumps(make())) if copied == "pickled" else copied(make())
+    made = copied(make())
     with pytest.raises(AttributeError, match=f"fixed once it is made.*{name}.*Make a new one"):
         setattr(made, name, value)
     assert made == make()
@@ -87,9 +98,10 @@ def test_noise_is_fixed_when_it_is_made(kind, copied):
         (dp.noise.LambdaCGD(40, 0.5), "coefficients"),
     ],
 )
-def test_arrays_of_noise_are_not_written_to(made, name):
+@copies
+def test_arrays_of_noise_are_not_written_to(made, name, copied):
     with pytest.raises(ValueError, match="read-only"):
-        getattr(made, name)[0] = 4.0
+        getattr(copied(made), name)[0] = 4.0
 
 
 def test_a_matrix_is_copied():
@@ -137,8 +149,30 @@ def test_the_source_of_noise_is_not_exchanged():
 class Centre(keras.layers.Layer):
     active = False
 
+    def is_active(self):
+        return self.active
+
     def call(self, x):
-        return x - keras.ops.mean(x, axis=0, keepdims=True) if self.active else x
+        return x - keras.ops.mean(x, axis=0, keepdims=True) if self.is_active() else x
+
+
+@keras.saving.register_keras_serializable("test_changed_settings")
+class CentreByList(Centre):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.flags = [False]
+
+    def is_active(self):
+        return self.flags[0]
+
+
+SETTINGS = {"centre": False}
+
+
+@keras.saving.register_keras_serializable("test_changed_settings")
+class CentreByGlobal(Centre):
+    def is_active(self):
+        return SETTINGS["centre"]
 
 
 def own(x, y, outputs, intermediates):
@@ -200,6 +234,28 @@ def test_a_loop_of_ones_own_looks_again(change, eager):
         model.train_on_batch(X[: B + 1], Y[: B + 1])
 
 
+def turn_in_list(model):
+    model.layers[1].flags[0] = True
+
+
+def turn_global(model):
+    SETTINGS["centre"] = True
+
+
+@pytest.mark.parametrize(
+    ("layer", "turn"), [(CentreByList, turn_in_list), (CentreByGlobal, turn_global)]
+)
+def test_what_is_traced_again_is_checked_wherever_its_switch_is(layer, turn, monkeypatch):
+    """In a list, or nowhere in the layer: a row moved the sum by 18.4 where 2 C = 2."""
+    monkeypatch.setitem(SETTINGS, "centre", False)
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=layer())
+    model.sampling = Sampling.poisson(N, B)
+    model.train_on_batch(X[:B], Y[:B])
+    turn(model)
+    with pytest.raises(ValueError, match="mixes"):
+        model.train_on_batch(X[: B - 1], Y[: B - 1])
+
+
 def test_a_callback_that_changes_the_model_of_an_eager_fit():
     model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=Centre(), run_eagerly=True)
     change = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: switch(model))
@@ -237,6 +293,37 @@ def test_what_was_not_changed_is_checked_once(loss, eager, monkeypatch):
     assert len(checks) == 1
     model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
     assert len(checks) == (2 if eager else 1)
+
+
+class Noted(keras.layers.Layer):
+    """Of one's own, with a mark for what is missing."""
+
+    def __init__(self):
+        super().__init__()
+        self.missing = float("nan")
+
+    def call(self, x):
+        return 2 * x
+
+
+def test_looking_at_an_encoder_does_not_have_it_checked_again(monkeypatch):
+    """`predict` leaves marks on it, and what is no number is not equal to itself."""
+    checks = []
+    check = dp.clipping.checked_engines
+    monkeypatch.setattr(
+        "dp_keras_opt.clipping.checked_engines",
+        lambda *args, **kwargs: checks.append(1) or check(*args, **kwargs),
+    )
+    encoder = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    encoder.layers[0].missing = float("nan")
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=encoder, run_eagerly=True)
+    for _ in range(2):
+        model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+        encoder.predict(X, verbose=0)
+    assert len(checks) == 1
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=Noted(), run_eagerly=True)
+    model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+    assert len(checks) == 2
 
 
 # Batches: a word that somebody gave.

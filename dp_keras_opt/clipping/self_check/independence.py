@@ -84,6 +84,8 @@ def check_independence(
         _refuse(passes.objective, "Return one value per example, without the mean.")
     try:
         first = passes.run(batch, before)
+    except NotPerExample:
+        raise
     except DOES_NOT_RUN:
         if must_be_finite:
             return
