@@ -431,7 +431,8 @@ class DPModel(keras.Model):
                 number = len(seen)
                 whole = ran >= number * steps_of_epoch or progress.passes >= number
                 progress.is_finished = progress.out_of_budget or (to_the_last and whole)
-                if not guard.affords(at_once):
+                went_to_the_end = seen and to_the_last and whole  # also what a backup brought
+                if not (went_to_the_end or guard.affords(at_once)):
                     params = getattr(history, "params", None) or {}
                     length = params.get("steps")  # not of one's own CallbackList
                     of = None if length is None else length * (last - first)

@@ -1,5 +1,6 @@
 """Data set files: `.npz`, CSV and TFRecord, as `(x, y)` of arrays in memory."""
 
+import collections
 import csv
 import hashlib
 import json
@@ -69,7 +70,7 @@ def load_all(arguments, *others):
 
 
 def split(data, shares):
-    """Disjoint parts of a data set. Which one an example is in depends on it alone, not on others.
+    """Disjoint parts of a data set. Which ones equal examples are in depends on them alone.
 
     So one example more or less makes no other one change its part, and what is private for those
     that are trained on stays so. The other parts choose and judge, without noise.
@@ -85,7 +86,8 @@ def split(data, shares):
         FileError: a part would be empty.
     """
     columns = [column for part in data for column in _columns(part)]
-    places = [_place(row) for row in zip(*columns, strict=True)]
+    copies = collections.Counter()
+    places = [_place(row, copies) for row in zip(*columns, strict=True)]
     ends = np.cumsum([1 - sum(shares), *shares])
     part_of = np.searchsorted(ends[:-1], places, side="right")
     counts = np.bincount(part_of, minlength=len(ends))
@@ -106,8 +108,14 @@ def _columns(arrays):
     return arrays.values() if isinstance(arrays, dict) else [arrays]
 
 
-def _place(row):
-    """A number in [0, 1), as if by chance, by which a row of several columns decides alone."""
+def _place(row, copies):
+    """A number in [0, 1), as if by chance, by which a row of several columns decides alone.
+
+    Args:
+        row: its values.
+        copies: how often each content came before, to be counted on: equal rows differ in that
+            alone, so one fewer is one fewer in one part.
+    """
     digest = hashlib.sha256()
     for value in row:
         value = np.asarray(value)
@@ -116,6 +124,9 @@ def _place(row):
         else:
             content = repr(value.tolist()).encode()
         digest.update(len(content).to_bytes(8, "big") + content)
+    content = digest.digest()
+    digest.update(copies[content].to_bytes(8, "big"))
+    copies[content] += 1
     return int.from_bytes(digest.digest()[:6], "big") / 2**48
 
 

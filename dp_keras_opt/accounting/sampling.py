@@ -965,7 +965,8 @@ def check_sampling(optimizer, sampling):
     if optimizer.batch_size != sampling.divisor:
         raise ValueError(
             f"The optimizer divides by batch_size={optimizer.batch_size}, the sampling has "
-            f"batch_size={sampling.divisor}. Give both the same expected batch size."
+            f"batch_size={sampling.divisor}. Give both the same expected batch size; an optimizer "
+            "that took its own from an earlier fit keeps it: compile with a new one."
         )
     optimizer.check_sampling(sampling)
     sampling.check_releases(optimizer.releases_for(1.0))

@@ -41,7 +41,7 @@ class Identity:
                 if isinstance(layer, keras.Model) and name in SET_BY_RUNS:
                     continue
                 if isinstance(value, _PLAIN) or callable(value):
-                    self._parts.append((name, _held(value)))
+                    self._parts.append((f"{layer.name}.{name}", _held(value)))
 
     def is_that_of(self, model: keras.Model, objective: Any) -> bool:
         """Whether this model and objective would be checked in the same way.
@@ -49,15 +49,21 @@ class Identity:
         What somebody else has written may do something else when it is traced again, and is not
         the same as anything: not even as itself.
         """
-        return self._compared(model, objective, _same)
-
-    def looks_like(self, model: keras.Model, objective: Any) -> bool:
-        """Whether nothing that can be seen was changed, also of what somebody else has written."""
-        return self._compared(model, objective, _seem_same)
-
-    def _compared(self, model, objective, same):
         others = Identity(model, objective, self._ignored)._parts
-        return len(others) == len(self._parts) and all(map(same, self._parts, others))
+        return len(others) == len(self._parts) and all(map(_same, self._parts, others))
+
+    def changed(self, model: keras.Model, objective: Any) -> list[str]:
+        """What can be seen to be another than it was, also of what somebody else has written."""
+        others = Identity(model, objective, self._ignored)._parts
+        if len(others) != len(self._parts):
+            return ["its layers or their attributes"]
+        pairs = zip(self._parts, others, strict=True)
+        return list(dict.fromkeys(_name(one) for one, other in pairs if not _seem_same(one, other)))
+
+
+def _name(part):
+    place, value = part
+    return place if isinstance(place, str) else "a layer" if place is None else "the objective"
 
 
 class _Unknown(NamedTuple):

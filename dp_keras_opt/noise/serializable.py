@@ -42,7 +42,9 @@ class Serializable(metaclass=_FixedOnceMade):
         if getattr(self, "_is_made", False):
             raise AttributeError(
                 f"{type(self).__name__} is fixed once it is made, as the noise of a training and "
-                f"its price follow from it: {name} cannot be set. Make a new one."
+                f"its price follow from it: {name} cannot be set. Make a new one. What is computed "
+                "later, in a class of your own, goes in a functools.cached_property, or in a dict "
+                "that __init__ makes."
             )
         super().__setattr__(name, value)
 

@@ -870,7 +870,8 @@ class PrivateOptimizer(UpdatesOnce):
             raise ValueError(
                 f"The saved state has {len(store.keys())} variables and {type(self).__name__} has "
                 f"{len(self.variables)}: it belongs to another optimizer or another model. To "
-                "start afresh, load with compile=False and compile with a new optimizer."
+                "start afresh, load_model(..., compile=False) and compile with a new optimizer; or "
+                "load_weights before compile."
             )
         super().load_own_variables(store)
 

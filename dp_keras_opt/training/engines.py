@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import warnings
 
 import tensorflow as tf
 
@@ -69,9 +70,17 @@ class CheckedEngines:
         # Attributes may have changed since the check. What somebody else has written is checked
         # whenever it is traced, and by what can be seen where it runs eagerly in each step.
         if self._identity and not self._is_fresh:
-            lenient = tf.executing_eagerly()
-            is_same = self._identity.looks_like if lenient else self._identity.is_that_of
-            if not is_same(model, self._objective(model)):
+            objective = self._objective(model)
+            if not tf.executing_eagerly():
+                changed = not self._identity.is_that_of(model, objective)
+            elif changed := self._identity.changed(model, objective):
+                warnings.warn(
+                    f"Since the model was checked, {', '.join(changed)} changed: it is checked "
+                    "again. What changes in each call, such as a counter, makes training without "
+                    "graphs slow; with run_eagerly=False a step is checked once.",
+                    stacklevel=2,
+                )
+            if changed:
                 self._known.clear()
         form = form_of(batch, any_rows=not fitting)
         engines = self._find(model, form)

@@ -65,12 +65,12 @@ def check_validation_data(given: Any) -> None:
 
 
 def readable(given: Any) -> Any:
-    """Arrays, with texts as tensors: of NumPy's, Keras reads those of objects that are `str`."""
+    """Arrays, with texts as tensors: Keras reads them from few of NumPy's arrays."""
 
     def read(leaf):
         is_text = isinstance(leaf, np.ndarray) and (
             leaf.dtype.kind in "SU"
-            or (leaf.dtype == object and all(isinstance(text, bytes) for text in leaf.flat))
+            or (leaf.dtype == object and all(isinstance(text, str | bytes) for text in leaf.flat))
         )
         return tf.constant(leaf) if is_text else leaf
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dp_keras_opt import workers
@@ -141,7 +142,12 @@ class PrivacyGuard:
 
     def learn(self, model: Any, text: str) -> None:
         """Takes the ledger that was saved beside loaded weights."""
-        self.history.learn(self._ledger, model.weights, text)
+        # Of one's own, given to `load_model` as custom_objects, which no longer hold here.
+        optimizer = model.optimizer
+        names = ("noise", "noise_schedule")
+        own = (type(getattr(optimizer, name)) for name in names if hasattr(optimizer, name))
+        with keras.saving.custom_object_scope({kind.__name__: kind for kind in own}):
+            self.history.learn(self._ledger, model.weights, text)
 
     def sample_as(
         self, model: Any, sampling: Sampling, order_seed: int | None = None, of_fit: bool = True
@@ -269,6 +275,7 @@ class PrivacyGuard:
         if self._process != entropy.process():  # the process that it forked from has the run
             self._ledger.close()
             self._process = entropy.process()
+        self.history.let_move(model.weights)  # such as callbacks have loaded
         self.history.gather_again(self._ledger, model.weights)
         self._notice_new_pass(now)
         self.begin_run(model)

@@ -53,7 +53,14 @@ def update_metrics(compiled, y, y_pred, sample_weight, mask):
             if weight is not None and positions is not None:  # Keras multiplies them
                 weight = _broadcast(weight, positions)
             for metric in group.metrics if group else ():
-                metric.update_state(target, prediction, sample_weight=weight)
+                try:
+                    metric.update_state(target, prediction, sample_weight=weight)
+                except ValueError as error:
+                    raise ValueError(
+                        f"The metric {metric.name!r} failed. One that is a function returns a "
+                        "value for each example, without the mean: padding has the weight 0. What "
+                        f"failed: {error}"
+                    ) from error
 
 
 def _masked(weight, mask):

@@ -15,6 +15,7 @@ from dp_keras_opt import accounting, data
 from dp_keras_opt.accounting.segment import Segment
 from dp_keras_opt.checks import whole_number
 from dp_keras_opt.counterpart import make_private
+from dp_keras_opt.training.fit_arguments import readable
 from dp_keras_opt.tuning.candidates import RunInfo
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def need_public(task, candidate):
 
 def score(task, model, part):
     """The score of a model on `(x, y)`."""
-    x, y = part
+    x, y = readable(part)
     result = model.evaluate(x, y, batch_size=1024, verbose=0, return_dict=True)
     if task.score is None:
         return float(result["loss"])

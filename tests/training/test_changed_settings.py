@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import warnings
 
 import keras
 import numpy as np
@@ -76,6 +77,21 @@ MADE = {
     "the share of a choice": (dp.optimizers.SparseEmbeddings, "noise_ratio", 1.0),
     "what is planned": (lambda: dp.noise.get("planned"), "max_buffers", 1),
 }
+
+
+class Plain(dp.noise.Gaussian):
+    """Of somebody's own, in no registry."""
+
+
+def test_noise_of_ones_own_is_loaded_with_its_class(tmp_path):
+    """Keras no longer offered what `custom_objects` gave when the ledger was read."""
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE, noise=Plain()))
+    model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Plain": Plain})
+    assert loaded.ledger.segments == model.ledger.segments
+    loaded.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+    assert loaded.ledger.steps == 2 * N // B
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -293,6 +309,25 @@ def test_what_was_not_changed_is_checked_once(loss, eager, monkeypatch):
     assert len(checks) == 1
     model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
     assert len(checks) == (2 if eager else 1)
+
+
+class Counts(keras.layers.Layer):
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return 2 * x
+
+
+def test_a_counter_is_named_where_it_has_each_eager_step_checked():
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=Counts(name="own"))
+    batches = dp.data.poisson_batches((X, Y), B)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(batches, verbose=0)
+    model.run_eagerly = True
+    with pytest.warns(UserWarning, match="own.calls changed: it is checked again"):
+        model.fit(batches, verbose=0)
 
 
 class Noted(keras.layers.Layer):

@@ -1,5 +1,6 @@
 """Weights that something else than a private step has changed."""
 
+import contextlib
 import inspect
 
 import keras
@@ -266,6 +267,50 @@ def test_callbacks_that_move_weights_are_no_change(restored_by, tmp_path):
         _move(private)
         private.evaluate(X, Y, verbose=0, callbacks=[callback])
         assert _is_changed(private)
+
+
+class _At(keras.callbacks.Callback):
+    """Does something to the model after an epoch, or before all."""
+
+    def __init__(self, epoch, what):
+        super().__init__()
+        self.epoch, self.what = epoch, what
+
+    def on_train_begin(self, logs=None):
+        if self.epoch is None:
+            self.what(self.model)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.epoch:
+            self.epoch = -1
+            self.what(self.model)
+
+
+@pytest.mark.parametrize("how", ["backup", "backup within epochs", "roll back", "from the start"])
+def test_callbacks_that_load_what_was_trained_are_no_change(how, tmp_path):
+    """What a `fit` loads is moved on by its steps: the next save took that for a change."""
+
+    def stop(model):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "at.weights.h5"
+    kept = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    every = {"save_freq": 2} if "within" in how else {}
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", **every)
+    load = lambda model: model.load_weights(path)  # noqa: E731
+    first, then = {
+        "roll back": ([kept], [kept, _At(1, load)]),
+        "from the start": ([kept], [_At(None, load), kept]),
+    }.get(how, ([backup, _At(2, stop)], [backup]))
+    private = _model()
+    with contextlib.suppress(KeyboardInterrupt):
+        _fit(private, epochs=4, callbacks=first)
+    private = _model()
+    _fit(private, epochs=4, callbacks=then)
+    private.save(tmp_path / "model.keras")
+    assert not _is_changed(private)
+    _move(private)
+    assert _is_changed(private)
 
 
 class _TakesIn(layers.Layer):

@@ -135,12 +135,14 @@ def test_validation_data_that_keras_takes():
 
 @pytest.mark.parametrize("dtype", ["U", "S", object, "bytes"])
 @pytest.mark.parametrize("how", ["validation_data", "validation_split"])
-def test_validation_data_of_strings(how, dtype):
-    """Keras reads none of them but `str` in objects, and raises once an epoch is spent."""
+@pytest.mark.parametrize("is_column", [False, True])
+def test_validation_data_of_strings(how, dtype, is_column):
+    """Keras reads none of them but `str` in flat objects, and raises once an epoch is spent."""
     words = np.array(["a b", "b", "a"] * 8, "S" if dtype == "bytes" else dtype)
     words = words.astype(object) if dtype == "bytes" else words
     vectorize = keras.layers.TextVectorization(vocabulary=["a", "b"], output_mode="multi_hot")
-    inputs = keras.Input((), dtype="string")
+    words = words[:, np.newaxis] if is_column else words
+    inputs = keras.Input(words.shape[1:], dtype="string")
     model = dp.DPModel(inputs, keras.layers.Dense(1)(vectorize(inputs)))
     model.compile(dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0), "mse")
     given = {"validation_split": 0.5} if how == "validation_split" else {how: (words, Y[:24])}

@@ -369,6 +369,19 @@ def test_metrics_are_those_of_keras_on_the_unpadded_batch(case, weighted):
         np.testing.assert_allclose(result[name], expected[name], rtol=1e-5, err_msg=name)
 
 
+def test_a_metric_without_rows_is_named():
+    def error_of_all(y, y_pred):
+        return keras.ops.sqrt(keras.ops.mean((y - y_pred) ** 2))
+
+    inputs = keras.Input((3,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=8)
+    model.compile(optimizer, "mse", metrics=[error_of_all])
+    x = np.ones((24, 3), "float32")
+    with pytest.raises(ValueError, match="metric 'error_of_all' failed.*value for each example"):
+        model.fit(dp.data.poisson_batches((x, x[:, :1]), 8), verbose=0)
+
+
 def test_metrics_of_several_outputs():
     inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b")}
     outputs = {"p": layers.Identity(name="p")(inputs["a"]), "q": layers.Identity()(inputs["b"])}

@@ -1,5 +1,6 @@
 """`fit` finds the noise that it was left to find: for exactly its steps, and no step beyond."""
 
+import contextlib
 import math
 import warnings
 
@@ -188,6 +189,24 @@ def test_a_script_that_is_run_again_goes_on_with_its_plan(tmp_path, capsys):
     assert resumed.ledger.steps == 20
     assert 0.99 * EPSILON < resumed.ledger.epsilon(DELTA, "rdp") <= EPSILON
     assert [segment.plan.steps for segment in resumed.ledger.segments] == [20, 20]
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_budget_that_a_resumed_job_spends_has_not_stopped_it(planned, tmp_path, recwarn):
+    """Steps that a backup brought were missed: "stopped after 10 of 20 steps"."""
+    for crash in (2, None):
+        model = _model(**({} if planned else {"noise_multiplier": 2.0}))
+        sampling = _poisson().sampling
+        spent = EPSILON if planned else Ledger.of(model.optimizer, sampling, 20).epsilon(DELTA)
+        callbacks = [
+            keras.callbacks.BackupAndRestore(tmp_path / "backup"),
+            PrivacyBudget(spent * (1 + 1e-6), DELTA),
+            *([] if crash is None else [_Crash(crash)]),
+        ]
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(_poisson(), epochs=4, verbose=0, callbacks=callbacks)
+    assert model.ledger.steps == 20 == int(model.optimizer.iterations)
+    assert not [w for w in recwarn if "stopped after" in str(w.message)]
 
 
 def test_a_plan_of_when_rdp_was_the_default_is_gone_on_with(tmp_path):

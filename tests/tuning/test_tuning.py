@@ -53,6 +53,27 @@ def spent(multiplier, steps, private=1, batch=40, n=400):
     return accountant.get_epsilon(DELTA)
 
 
+@pytest.mark.parametrize("dtype", ["U", object])
+@pytest.mark.parametrize("is_column", [False, True])
+def test_texts_are_scored(dtype, is_column):
+    """Keras could not read them, once privacy was spent."""
+    words = np.array(["a b", "b", "a", "b b"] * 100, dtype)
+    words = words[:, np.newaxis] if is_column else words
+    y = np.arange(400.0)[:, np.newaxis] % 2
+
+    def build():
+        inputs = keras.Input(words.shape[1:], dtype="string")
+        vectorize = keras.layers.TextVectorization(vocabulary=["a", "b"], output_mode="multi_hot")
+        return keras.Model(inputs, keras.layers.Dense(1)(vectorize(inputs)))
+
+    parts = [(words[cut], y[cut]) for cut in (slice(200), slice(200, 300), slice(300, None))]
+    task = dp.tuning.Task(
+        build, *parts[:2], loss="mse", batch_size=40, steps=5, test=parts[2]
+    )  # fmt: skip
+    compared = dp.tuning.compare(task, [SGD], [3.0], DELTA, trials=1, seeds=1, verbose=0)
+    assert all(np.isfinite(row["score"]) for row in compared.rows)
+
+
 # Candidates.
 
 
