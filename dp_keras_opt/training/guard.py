@@ -143,7 +143,7 @@ class PrivacyGuard:
     def learn(self, model: Any, text: str) -> None:
         """Takes the ledger that was saved beside loaded weights."""
         # Of one's own, given to `load_model` as custom_objects, which no longer hold here.
-        optimizer = model.optimizer
+        optimizer = getattr(model, "optimizer", None)  # of a model that is compiled
         names = ("noise", "noise_schedule")
         own = (type(getattr(optimizer, name)) for name in names if hasattr(optimizer, name))
         with keras.saving.custom_object_scope({kind.__name__: kind for kind in own}):
