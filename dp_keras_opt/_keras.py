@@ -152,6 +152,7 @@ SET_BY_RUNS = frozenset(
     {
         "_compile_loss",
         "_compile_metrics",
+        "_eval_epoch_iterator",
         "_jit_compile",
         "_loss_tracker",
         "predict_function",

@@ -422,7 +422,8 @@ def check_composable(segments):
             raise ValueError(
                 f"Steps with {name} {' and '.join(map(repr, found))} do not compose to one "
                 f"guarantee: {why}. Train all of them with the same {name}, or read the "
-                "statement, which lists them apart."
+                "statement, which lists them apart. A budget is kept for later fits: where that is "
+                "what asks, model.budget = None."
             )
     data_sets = sorted({segment.data_set for segment in segments})
     if len(data_sets) > 1:

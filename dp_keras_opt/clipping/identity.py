@@ -56,7 +56,8 @@ class Identity:
         """What can be seen to be another than it was, also of what somebody else has written."""
         others = Identity(model, objective, self._ignored)._parts
         if len(others) != len(self._parts):
-            return ["its layers or their attributes"]
+            one, other = ({_name(part) for part in parts} for parts in (self._parts, others))
+            return sorted(one ^ other) or ["its layers"]
         pairs = zip(self._parts, others, strict=True)
         return list(dict.fromkeys(_name(one) for one, other in pairs if not _seem_same(one, other)))
 

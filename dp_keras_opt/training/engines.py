@@ -73,7 +73,7 @@ class CheckedEngines:
             objective = self._objective(model)
             if not tf.executing_eagerly():
                 changed = not self._identity.is_that_of(model, objective)
-            elif changed := self._identity.changed(model, objective):
+            elif (changed := self._identity.changed(model, objective)) and model.run_eagerly:
                 warnings.warn(
                     f"Since the model was checked, {', '.join(changed)} changed: it is checked "
                     "again. What changes in each call, such as a counter, makes training without "

@@ -322,9 +322,12 @@ class Counts(keras.layers.Layer):
 def test_a_counter_is_named_where_it_has_each_eager_step_checked():
     model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=Counts(name="own"))
     batches = dp.data.poisson_batches((X, Y), B)
+    plain = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), run_eagerly=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         model.fit(batches, verbose=0)
+        for given in ({}, {"validation_data": (X, Y)}, {}):
+            plain.fit(batches, verbose=0, **given)
     model.run_eagerly = True
     with pytest.warns(UserWarning, match="own.calls changed: it is checked again"):
         model.fit(batches, verbose=0)
