@@ -618,7 +618,7 @@ def _check_alike(model, segment):
     ours = segment.to_config() | model.optimizer.private_config()
     digests = {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-        for name, value in sorted(ours.items())
+        for name, value in ours.items()
     }
     gathered = workers.gathered(json.dumps(digests).encode(), model.distribute_strategy)
     everyones = [set(json.loads(text).items()) for text in gathered]

@@ -295,15 +295,20 @@ class Methods(keras.layers.Layer):
         return self.squash(x) * self.scale("by")
 
 
-@pytest.mark.parametrize("loss", ["mse", lambda y, outputs: keras.ops.mean((y - outputs) ** 2, -1)])
-@pytest.mark.parametrize("eager", [False, True])
-def test_what_was_not_changed_is_checked_once(loss, eager, monkeypatch):
-    checks = []
-    check = dp.clipping.checked_engines
+@pytest.fixture
+def checks(monkeypatch):
+    """A list that each check of a model makes longer."""
+    found, check = [], dp.clipping.checked_engines
     monkeypatch.setattr(
         "dp_keras_opt.clipping.checked_engines",
-        lambda *args, **kwargs: checks.append(1) or check(*args, **kwargs),
+        lambda *args, **kwargs: found.append(1) or check(*args, **kwargs),
     )
+    return found
+
+
+@pytest.mark.parametrize("loss", ["mse", lambda y, outputs: keras.ops.mean((y - outputs) ** 2, -1)])
+@pytest.mark.parametrize("eager", [False, True])
+def test_what_was_not_changed_is_checked_once(loss, eager, checks):
     model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), loss, Methods(), run_eagerly=eager)
     model.fit(dp.data.poisson_batches((X, Y), B), epochs=2, verbose=0)
     assert len(checks) == 1
@@ -344,14 +349,8 @@ class Noted(keras.layers.Layer):
         return 2 * x
 
 
-def test_looking_at_an_encoder_does_not_have_it_checked_again(monkeypatch):
+def test_looking_at_an_encoder_does_not_have_it_checked_again(checks):
     """`predict` leaves marks on it, and what is no number is not equal to itself."""
-    checks = []
-    check = dp.clipping.checked_engines
-    monkeypatch.setattr(
-        "dp_keras_opt.clipping.checked_engines",
-        lambda *args, **kwargs: checks.append(1) or check(*args, **kwargs),
-    )
     encoder = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     encoder.layers[0].missing = float("nan")
     model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE), layer=encoder, run_eagerly=True)

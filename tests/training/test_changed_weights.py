@@ -269,39 +269,30 @@ def test_callbacks_that_move_weights_are_no_change(restored_by, tmp_path):
         assert _is_changed(private)
 
 
-class _At(keras.callbacks.Callback):
-    """Does something to the model after an epoch, or before all."""
-
-    def __init__(self, epoch, what):
-        super().__init__()
-        self.epoch, self.what = epoch, what
-
-    def on_train_begin(self, logs=None):
-        if self.epoch is None:
-            self.what(self.model)
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == self.epoch:
-            self.epoch = -1
-            self.what(self.model)
-
-
 @pytest.mark.parametrize("how", ["backup", "backup within epochs", "roll back", "from the start"])
 def test_callbacks_that_load_what_was_trained_are_no_change(how, tmp_path):
     """What a `fit` loads is moved on by its steps: the next save took that for a change."""
-
-    def stop(model):
-        raise KeyboardInterrupt
-
     path = tmp_path / "at.weights.h5"
     kept = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
     every = {"save_freq": 2} if "within" in how else {}
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", **every)
-    load = lambda model: model.load_weights(path)  # noqa: E731
+
+    def stop(epoch, logs):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    def roll_back(epoch, logs):
+        if epoch == 1:
+            private.load_weights(path)
+
+    def load(logs):
+        private.load_weights(path)
+
+    call = keras.callbacks.LambdaCallback
     first, then = {
-        "roll back": ([kept], [kept, _At(1, load)]),
-        "from the start": ([kept], [_At(None, load), kept]),
-    }.get(how, ([backup, _At(2, stop)], [backup]))
+        "roll back": ([kept], [kept, call(on_epoch_end=roll_back)]),
+        "from the start": ([kept], [call(on_train_begin=load), kept]),
+    }.get(how, ([backup, call(on_epoch_end=stop)], [backup]))
     private = _model()
     with contextlib.suppress(KeyboardInterrupt):
         _fit(private, epochs=4, callbacks=first)
