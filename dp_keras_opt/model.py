@@ -98,11 +98,12 @@ class DPModel(keras.Model):
                 "Build the functional model with dp_keras_opt.DPModel(inputs, outputs), or define "
                 "`call` in the subclass."
             )
+        own = frozenset(vars(self))  # of a subclass, set before
         super().__init__(*args, **kwargs)
         self._guard = PrivacyGuard()
         self._step = step.StepState()
         self._ledger_state = _LedgerState(self)  # tracked, for tf.train.Checkpoint
-        self._step.engines.ignored = frozenset(vars(self))  # what every model has
+        self._step.engines.ignored = frozenset(vars(self)) - own  # what every model has
 
     # What is known of the privacy of the weights.
 
@@ -429,7 +430,7 @@ class DPModel(keras.Model):
                 # the budget ended them. Whatever else did may have looked at results.
                 to_the_last = call.epochs <= initial_epoch or seen[-1:] == [call.epochs - 1]
                 number = len(seen)
-                whole = ran >= number * steps_of_epoch or progress.passes >= number
+                whole = ran >= number * steps_of_epoch or len(progress.ends) >= number
                 progress.is_finished = progress.out_of_budget or (to_the_last and whole)
                 went_to_the_end = seen and to_the_last and whole  # also what a backup brought
                 if not (went_to_the_end or guard.affords(at_once)):

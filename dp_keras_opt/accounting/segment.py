@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+import secrets
 
 import numpy as np
 
@@ -157,6 +158,17 @@ class Segment:
     def breaks_off(self):
         """Whether it ends within a period: the next pass over the data may start afresh."""
         return self.steps % self.sampling.period > 0
+
+    def without_noise(self, steps):
+        """A segment of so many steps like its own, as if what they released had no noise."""
+        bare = (
+            part if part.is_public else dataclasses.replace(part, multiplier=0.0)
+            for part in self.releases
+        )  # fmt: skip
+        return Segment(
+            secrets.token_hex(16), tuple(bare), Constant(), self.sampling, self.clip_norm,
+            steps=steps, data_set=self.data_set, conditions=self.conditions,
+        )  # fmt: skip
 
     @property
     def is_pure(self):

@@ -7,10 +7,11 @@ import weakref
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from dp_keras_opt._keras import SET_BY_RUNS, TRAINABLE, layers_of
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 class Identity:

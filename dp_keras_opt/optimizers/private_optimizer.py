@@ -326,7 +326,8 @@ class PrivateOptimizer(UpdatesOnce):
         if schedule is not None:
             rates = tuple(float(schedule(step)) for step in range(steps))
         elif rule.weight_decay:
-            horizon = max(1.0, 1 / (float(rule.learning_rate) * rule.weight_decay))
+            rate = float(ops.convert_to_numpy(rule.learning_rate))
+            horizon = max(1.0, 1 / (rate * rule.weight_decay))
         is_nesterov = bool(getattr(rule, "nesterov", False))
         found = noises.Workload(momentum or 0.0, is_nesterov, rates, horizon)
         if isinstance(self.batch_size, BatchSizes):

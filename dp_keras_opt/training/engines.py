@@ -69,7 +69,7 @@ class CheckedEngines:
         """
         # Attributes may have changed since the check. What somebody else has written is checked
         # whenever it is traced, and by what can be seen where it runs eagerly in each step.
-        if self._identity and not self._is_fresh:
+        if self._identity and (tf.executing_eagerly() or not self._is_fresh):
             objective = self._objective(model)
             if not tf.executing_eagerly():
                 changed = not self._identity.is_that_of(model, objective)

@@ -47,7 +47,7 @@ class FitProgress:
             where that is not known.
         out_of_budget: whether the budget has ended it.
         ran: steps that it ran.
-        passes: how often the data came to their end.
+        ends: after how many steps the data came to their end.
         counter: the optimizer's, after the last of them; None before the first.
         is_finished: whether all that was planned ran, or the budget ended it, so that results had
             no say in when it stopped.
@@ -57,7 +57,7 @@ class FitProgress:
     pass_length: int | None = None
     out_of_budget: bool = False
     ran: int = 0
-    passes: int = 0
+    ends: set[int] = dataclasses.field(default_factory=set)
     counter: int | None = None
     is_finished: bool = False
 
@@ -146,7 +146,12 @@ class PrivacyGuard:
         optimizer = getattr(model, "optimizer", None)  # of a model that is compiled
         names = ("noise", "noise_schedule")
         own = (type(getattr(optimizer, name)) for name in names if hasattr(optimizer, name))
-        with keras.saving.custom_object_scope({kind.__name__: kind for kind in own}):
+        scope = contextlib.nullcontext()
+        try:
+            Ledger.from_json(text)
+        except ValueError:  # Keras's scopes hide those around them, which may have what is missing
+            scope = keras.saving.custom_object_scope({kind.__name__: kind for kind in own})
+        with scope:
             self.history.learn(self._ledger, model.weights, text)
 
     def sample_as(
@@ -237,6 +242,8 @@ class PrivacyGuard:
                 raise
             finally:
                 self.is_stepping, executed = False, steps_run() - run_before
+                if executed > reserved:
+                    self._count_past(executed - reserved)
                 self.history.record(self._ledger, self.run, model, has_run=executed > 0)
             self._settle(optimizer, reserved, before, executed)  # the data may have ended
             if ended is not None:
@@ -255,8 +262,8 @@ class PrivacyGuard:
 
         Raises:
             PrivacyBudgetError: the budget does not afford them, outside of `fit`.
-            ValueError: the noise schedule would not go on where it stopped; batch sizes change,
-                outside of `fit`.
+            ValueError: the noise schedule would not go on where it stopped; or, outside of `fit`,
+                what a step costs depends on its place among the others.
         """
         optimizer = model.optimizer
         if not self.is_fitting and self.sampling and self.is_of_fit:
@@ -266,11 +273,13 @@ class PrivacyGuard:
                 "to come: batches.sampling of a sampler of dp_keras_opt.data, if each is drawn "
                 "anew; Sampling.full(batch_size), if the same examples come in every step."
             )
-        if not self.is_fitting and self.sampling and self.sampling.batch_sizes:
+        why = not self.is_fitting and self.sampling and _needs_turns(optimizer, self.sampling)
+        if why:
             raise ValueError(
-                "An expected batch size that changes needs fit, which takes every batch in its "
-                "turn: here one could be left out, and the next be drawn with another probability "
-                "than is accounted. Call fit, or use one batch_size."
+                f"{why} needs fit, which takes every batch in its turn: here one could be left "
+                "out, or go to another model, and the steps that run would cost more than is "
+                "accounted. Call fit, several times if need be, or use Poisson sampling with "
+                "independent noise and one batch_size."
             )
         if self._process != entropy.process():  # the process that it forked from has the run
             self._ledger.close()
@@ -427,6 +436,11 @@ class PrivacyGuard:
                 "returned. Where the data begin anew with the next step, set model.sampling again."
             )
 
+    def _count_past(self, steps):
+        """Counts steps past what was stated of the data, and maybe past the end of the noise."""
+        run = next(segment for segment in self._ledger.segments if segment.run == self.run)
+        self._ledger.absorb(Ledger.of_segments([run.without_noise(steps)]))
+
     def _settle(self, optimizer, reserved, before, executed):
         """Gives back the reserved steps that did not run.
 
@@ -440,15 +454,20 @@ class PrivacyGuard:
             RuntimeError: more steps ran than were reserved, or the optimizer counts others.
         """
         if executed > reserved:
-            self._ledger.reserve(executed - reserved, self.run)  # they cannot be undone
-            raise RuntimeError(f"{reserved} training steps were accounted, but {executed} ran.")
+            raise RuntimeError(
+                f"{reserved} training steps were accounted, but {executed} ran: the data have more "
+                "batches than was stated of them. What is stated does not hold for the rest, which "
+                "are counted as steps without noise; ε is infinite. State how these batches are "
+                "sampled, and train anew."
+            )
         self._ledger.settle(reserved, executed, self.run)
         now = steps_taken(optimizer)
         self._since_data_began += executed
         self._place_next_pass(now)
         if self.progress is not None:
             self.progress.ran += executed
-            self.progress.passes += executed < reserved
+            if executed < reserved:  # as also an execution after this one may find
+                self.progress.ends.add(self.progress.ran)
             self.progress.counter = now
             self.progress.to_run = max(self.progress.to_run - executed, 0)
         if now - before != executed:
@@ -609,6 +628,17 @@ class PrivacyGuard:
 def steps_taken(optimizer: Any) -> int:
     """How many steps the optimizer has taken."""
     return int(optimizer.iterations.numpy())
+
+
+def _needs_turns(optimizer, sampling):
+    """What makes a step's cost depend on which batches came before it, in words; "" if nothing."""
+    if sampling.batch_sizes:
+        return "An expected batch size that changes"
+    if sampling.period > 1 and optimizer.noise.is_correlated:
+        return "Correlated noise"
+    # Of what comes once a pass, each pass is accounted by its step of the least noise.
+    is_in_turns = sampling.period > 1 and not sampling.in_passes
+    return f"{sampling.kind!r} sampling" if is_in_turns else ""
 
 
 def _check_alike(model, segment):

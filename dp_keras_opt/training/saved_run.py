@@ -127,7 +127,7 @@ def go_on(saved, ledger, sampling, order_seed, filter, model):
         for name, before, now in (
             ("releases (noise)", segment.releases, optimizer.releases),
             ("noise schedule", segment.schedule, optimizer.noise_schedule),
-            ("number of steps", segment.last_step, int(optimizer.iterations)),
+            ("number of steps", segment.last_step, int(optimizer.iterations.numpy())),
             ("clip norm", segment.clip_norm, stated(optimizer.clip_norm)),
             ("sampling", segment.sampling, sampling),
             ("seed, or way to state the sampling", segment.conditions, conditions),

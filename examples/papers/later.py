@@ -4,6 +4,7 @@
     python examples/papers/later.py others
     python examples/papers/later.py probed
     python examples/papers/later.py clipped
+    python examples/papers/later.py searched
 
 - rows: DP-AdaFEST: with noise on all rows of the tables in each step, and on chosen ones; ratings
   of films and definitions of nouns.
@@ -16,6 +17,8 @@
   pictures of clothes.
 - clipped: how much of what a searched clip norm of a geometry brings one brings without: momentum
   with smaller ones, also with planned noise, definitions of nouns.
+- searched: the same by the record's features: clip norms that are searched around that of the task,
+  beside planned noise, with which momentum is in front on the other tasks.
 
 Tasks are those of choosing.py, and features; ε = 1, 3, 8 at δ = 1e-6. Each optimizer gets as many
 trials for each of its hyper-parameters: see at_length.py, whose options these are.
@@ -202,7 +205,36 @@ def clipped():
     )
 
 
-EXPERIMENTS = {"rows": rows, "others": others, "probed": probed, "clipped": clipped}
+def searched():
+    """As many trials for the clip norm as a geometry gets, in units of that of the task."""
+
+    def wider(name):
+        plain = get(name)
+
+        def make(run, clip_norm, **values):
+            norm = clip_norm * run.clip_norm
+            return plain.make(dataclasses.replace(run, clip_norm=norm), **values)
+
+        space = {**plain.space, "clip_norm": LENGTHS}
+        return dataclasses.replace(plain, name=f"{name}, C searched", make=make, space=space)
+
+    found = [wider(name) for name in BASELINES]
+    planned = [get(f"{BASELINES[0]}, planned noise{rest}") for rest in ("", ", average")]
+    return experiment(
+        {"features": features},
+        [*found, *planned],
+        [(one.name, other.name) for one in found for other in planned],
+        "A clip norm that is searched brings more than planned noise.",
+    )
+
+
+EXPERIMENTS = {
+    "rows": rows,
+    "others": others,
+    "probed": probed,
+    "clipped": clipped,
+    "searched": searched,
+}
 
 if __name__ == "__main__":
     at_length.main(EXPERIMENTS, __doc__, "later")

@@ -87,6 +87,15 @@ def test_smaller_clip_norms_have_steps_of_the_same_length():
         np.testing.assert_allclose(*lengths, rtol=1e-6)
 
 
+def test_a_searched_clip_norm_is_in_units_of_that_of_the_task():
+    for candidate in later.searched().candidates[:2]:
+        plain = dp.tuning.get(candidate.name.removesuffix(", C searched"))
+        assert candidate.space == {**plain.space, "clip_norm": later.LENGTHS}
+        made = candidate.make(RUN, **plain.middle(), clip_norm=0.5)
+        assert differences(plain.make(RUN, **plain.middle()), made) == {"clip_norm"}
+        assert made.clip_norm == 0.5 * RUN.clip_norm
+
+
 @pytest.mark.parametrize("kind", ["rows", "others"])
 def test_a_comparison_of_them(kind, monkeypatch, tmp_path):
     """On made-up data, two steps, through the command."""

@@ -75,7 +75,7 @@ _mechanisms = {
 }
 _clip_norms = {
     "constant": lambda: 0.02,
-    "moving": lambda: keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.1),
+    "moving": lambda: keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.2, 0.02]),
     "found": lambda: dp.clipping.Quantile(0.3, initial=0.02, count_noise=_COUNT_NOISE),
 }
 _geometries = {
@@ -335,10 +335,13 @@ def released(c, last, value):
     )
     known, last_released = _Known(optimizer.noise_source), _Last()
     model.observe_releases(last_released)
-    model.sampling = _sampling(c)
-    model.train_on_batch(*_batch(c, "whole"))
-    known.value.assign(value)
-    model.train_on_batch(*_batch(c, last))
+    both = [tf.data.Dataset.from_tensors(_batch(c, kind)) for kind in ("whole", last)]
+    batches = both[0].concatenate(both[1]).filter(lambda *_: True)  # of unknown length
+    then = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: known.value.assign(value)
+    )
+    batches = dp.data.assume_sampling(batches, _sampling(c))
+    model.fit(batches, verbose=0, callbacks=[then])
     return model, *last_released.read()
 
 
@@ -365,7 +368,7 @@ def check(c):
         return str(error)
     _, _, other = released(c, "other", 0.0)
     _, _, noisy = released(c, "whole", 1.0)
-    segment = model.ledger.current
+    segment = model.ledger.segments[-1]
     assert segment.steps == 2 and len(segment.releases) == len(whole)
     for release, a, b, z in zip(segment.releases, whole, other, noisy, strict=True):
         if release.is_public:

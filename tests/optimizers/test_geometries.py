@@ -500,12 +500,12 @@ def test_geometries_go_with(kind, make, tmp_path):
             make(geometry=GEOMETRIES[kind](), **lr.PRIVATE)
         return
     optimizer = make(geometry=GEOMETRIES[kind](), **lr.PRIVATE)
-    sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+    sampling = dp.accounting.Sampling.cyclic_poisson(100, lr.BATCH, 4)
+    batches = tf.data.Dataset.from_tensors((lr.X, lr.Y)).repeat(4)
     model = lr.build(optimizer, sampling=sampling)
     seen = []
     model.observe_releases(lambda queries, released: seen.append((queries, released)))
-    for _ in range(3):
-        model.train_on_batch(lr.X, lr.Y)
+    model.fit(dp.data.assume_sampling(batches, sampling), verbose=0)
     (query,), _ = seen[-1]
     assert np.isfinite(lr.flat(model.trainable_variables)).all()
     found, plain = model.get_weights(), query._replace(centre=None, scale=None, geometry=None)

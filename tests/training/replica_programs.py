@@ -9,6 +9,7 @@ import itertools
 import os
 import pathlib
 import sys
+import tempfile
 import warnings
 
 import keras
@@ -374,6 +375,23 @@ def correlated_noise_has_its_scale(strategy):
     assert_exactly(correlation_matrix(bands, len(noise)) @ noise, STD)
 
 
+def runs_of_correlated_noise_go_on(strategy):
+    """What is kept of them, and planned for them, is read from variables that replicas mirror."""
+    with strategy.scope():
+        model = make(optimizer(noise="planned", weight_decay=1e-3))
+    model.fit(dp.data.fixed_order_epochs((X, Y), BATCH), verbose=0)
+    assert model.ledger.steps == 8
+    with strategy.scope():
+        model = make(optimizer(noise=dp.noise.BandedMatrix(steps=16, bands=3)))
+    model.fit(dp.data.fixed_order_epochs((X, Y), BATCH), verbose=0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "run.secret.npz")
+        model.save_run(path)
+        seed = model.resume_run(path)
+    model.fit(dp.data.fixed_order_epochs((X, Y), BATCH, order_seed=seed), verbose=0)
+    assert [segment.steps for segment in model.ledger.segments] == [16]
+
+
 def correlation_matrix(bands, steps):
     """C of a banded Toeplitz matrix, (steps, steps)."""
     matrix = np.zeros((steps, steps))
@@ -582,7 +600,7 @@ MIRRORED = {
         objectives_are_those_of_one_device,
         rows_without_a_mask_are_padded,
     ],
-    4: [correlated_noise_has_its_scale, masks_come_once],
+    4: [correlated_noise_has_its_scale, runs_of_correlated_noise_go_on, masks_come_once],
 }
 
 

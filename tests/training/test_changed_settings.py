@@ -94,6 +94,21 @@ def test_noise_of_ones_own_is_loaded_with_its_class(tmp_path):
     assert loaded.ledger.steps == 2 * N // B
 
 
+@pytest.mark.parametrize("noise", [None, "gaussian"])
+def test_noise_of_ones_own_is_loaded_in_a_scope(noise, tmp_path):
+    """A scope of the optimizer's classes hid that of the caller."""
+    model = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE, noise=Plain()))
+    model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = model_with(dp.optimizers.DPSGD(0.1, **PRIVATE, noise=noise or "gaussian"))
+    if noise is None:
+        inputs = keras.Input((3,))
+        other = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+    with keras.saving.custom_object_scope({"Plain": Plain}):
+        other.load_weights(tmp_path / "model.weights.h5")
+    assert other.ledger.segments == model.ledger.segments
+
+
 @pytest.mark.parametrize("kind", MADE)
 @copies
 def test_noise_is_fixed_when_it_is_made(kind, copied):
@@ -279,6 +294,53 @@ def test_a_callback_that_changes_the_model_of_an_eager_fit():
         model.fit(dp.data.poisson_batches((X, Y), B), verbose=0, callbacks=[change])
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("turned_after", [0, 2])
+def test_an_observer_that_changes_the_model_of_an_eager_fit(at_once, turned_after):
+    """Within an execution a row moved the sum by 15.3 where 2 C = 2."""
+    model = model_with(
+        dp.optimizers.DPSGD(0.1, **PRIVATE), layer=Centre(),
+        run_eagerly=True, steps_per_execution=at_once,
+    )  # fmt: skip
+    seen = []
+
+    def turn(queries, released):
+        seen.append(released)
+        if len(seen) > turned_after:
+            switch(model)
+
+    model.observe_releases(turn)
+    with pytest.raises(ValueError, match="mixes"):
+        model.fit(dp.data.poisson_batches((X, Y), B), verbose=0)
+    assert len(seen) == turned_after + 1
+
+
+class Switched(dp.DPModel):
+    """Of one's own; set up before or after Keras is."""
+
+    def __init__(self, early=None, late=None):
+        if early is not None:
+            self.centre = early
+        super().__init__()
+        if late is not None:
+            self.centre = late
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x, training=None):
+        return self.dense(x - keras.ops.mean(x, axis=0, keepdims=True) if self.centre else x)
+
+
+@pytest.mark.parametrize("given", [{"early": False}, {"late": False}, {"late": np.bool_(False)}])
+def test_a_switch_of_an_eager_model_is_seen(given):
+    model = Switched(**given)
+    model.compile(dp.optimizers.DPSGD(0.1, **PRIVATE), "mse", run_eagerly=True)
+    model.sampling = Sampling.poisson(N, B)
+    model.train_on_batch(X[:B], Y[:B])
+    model.centre = type(model.centre)(True)
+    with pytest.raises(ValueError, match="mixes"):
+        model.train_on_batch(X[:B], Y[:B])
+
+
 @keras.saving.register_keras_serializable("test_changed_settings")
 class Methods(keras.layers.Layer):
     """Of one's own, with what is made anew whenever one looks."""
@@ -343,7 +405,7 @@ class Noted(keras.layers.Layer):
 
     def __init__(self):
         super().__init__()
-        self.missing = float("nan")
+        self.missing, self.lost = float("nan"), np.float32("nan")
 
     def call(self, x):
         return 2 * x

@@ -175,6 +175,36 @@ def test_data_that_go_on_where_they_should_end_are_counted():
     with pytest.raises(RuntimeError, match="1 training steps were accounted, but 3 ran"):
         model.fit(twice, verbose=0)
     assert model.ledger.steps == int(model.optimizer.iterations.numpy()) == 6
+    assert model.ledger.epsilon(DELTA) == np.inf  # an example is in two steps of a pass
+
+
+@pytest.mark.parametrize("end", ["fails", "ends"])
+@pytest.mark.parametrize("schedule", [None, [1.0] * T])
+@pytest.mark.parametrize("kept", ["on file", "in memory"])
+def test_steps_past_what_was_stated_have_no_noise(end, schedule, kept, tmp_path):
+    """They were in no ledger where the data failed, or the noise had come to its end."""
+
+    def rows():
+        for _ in range(T + 1):
+            yield X[:B], Y[:B]
+        if end == "fails":
+            raise OSError("a bad sector")
+
+    spec = tf.TensorSpec((B, *X.shape[1:])), tf.TensorSpec((B, *Y.shape[1:]))
+    longer = tf.data.Dataset.from_generator(rows, output_signature=spec)
+    optimizer = dp.optimizers.DPSGD(
+        0.1, clip_norm=1.0, noise_multiplier=5.0, batch_size=B, noise_schedule=schedule
+    )
+    # XLA reads past the end of a schedule.
+    model = _model(optimizer, run_eagerly=False, jit_compile=True, steps_per_execution=2 * T)
+    if kept == "on file":
+        model.ledger = Ledger(tmp_path / "ledger.jsonl")
+    error = tf.errors.OpError if end == "fails" else RuntimeError
+    with pytest.raises(error, match="sector" if end == "fails" else "more batches than was stated"):
+        model.fit(dp.data.assume_sampling(longer, IN_BINS), verbose=0)
+    ledger = Ledger.read(tmp_path / "ledger.jsonl") if kept == "on file" else model.ledger
+    assert ledger.steps == T + 1 and ledger.epsilon(DELTA) == np.inf
+    assert "NO DIFFERENTIAL PRIVACY" in model.statement(DELTA)
 
 
 def test_a_budget_ends_the_training_before_an_epoch():

@@ -185,6 +185,20 @@ def test_data_of_unknown_length():
     assert "holds only if the stop was fixed beforehand" in text
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_stop_in_the_last_epoch_of_unknown_length(at_once):
+    """The end within an execution, and the one that found nothing after it, counted as two."""
+    model = _model(steps_per_execution=at_once)
+    budget = PrivacyBudget(_epsilon(20), DELTA)
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: setattr(stop, "epoch", epoch),
+        on_train_batch_end=lambda batch, logs: stop.epoch == 2 and _stop(model),
+    )
+    model.fit(_unknown(5), epochs=3, verbose=0, callbacks=[budget, stop])
+    assert 10 < model.ledger.steps < 15
+    _guarantees(model, 20)
+
+
 def test_train_on_batch_has_no_plan():
     model = _model()
     model.sampling = POISSON

@@ -159,20 +159,14 @@ def test_refuses_a_run_of_another_time(trained, tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "steps", "differs"),
     [
-        (None, 3, None),
-        ([1.0] * 3 + [0.1] * 9, 3, "another noise schedule"),
-        (None, 2, "another number of steps"),
+        (None, 6, None),
+        ([1.0] * 6 + [0.1] * 6, 6, "another noise schedule"),
+        (None, 5, "another number of steps"),
     ],
 )
-def test_a_loop_goes_on_at_its_place_in_the_schedule(schedule, steps, differs, tmp_path):
-    sampling, batch = Sampling.fixed_order(ROWS, BATCH), (np.zeros((BATCH, 4)), np.zeros(BATCH))
-    model = compiled(BandedMatrix(12, 3))
-    model.sampling = sampling
-    for _ in range(3):
-        model.train_on_batch(*batch)
-    model.save(tmp_path / "model.keras")
-    model.save_run(tmp_path / "run.secret.npz")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
+def test_a_new_optimizer_goes_on_at_its_place_in_the_schedule(trained, schedule, steps, differs):
+    _, path, secret, _ = trained
+    loaded = keras.models.load_model(path)
     optimizer = DPSGD(
         0.1, clip_norm=0.5, batch_size=BATCH, noise_multiplier=2.0, noise=BandedMatrix(12, 3),
         noise_schedule=schedule,
@@ -180,15 +174,14 @@ def test_a_loop_goes_on_at_its_place_in_the_schedule(schedule, steps, differs, t
     loaded.compile(optimizer, "mse")
     optimizer.build(loaded.trainable_variables)
     optimizer.iterations.assign(steps)
-    loaded.resume_run(tmp_path / "run.secret.npz")
-    loaded.sampling = sampling
+    batches = zeros(order_seed=loaded.resume_run(secret))
     if differs is None:
-        loaded.train_on_batch(*batch)
-        assert loaded.ledger.steps == 4 and len(loaded.ledger.segments) == 1
+        loaded.fit(batches, verbose=0)
+        assert loaded.ledger.steps == 9 and len(loaded.ledger.segments) == 1
     else:
         with pytest.raises(ValueError, match=differs):
-            loaded.train_on_batch(*batch)
-        assert loaded.ledger.steps == 3
+            loaded.fit(batches, verbose=0)
+        assert loaded.ledger.steps == 6
 
 
 @pytest.mark.parametrize("change", ["data", "noise", "clip_norm", "sampling"])
