@@ -77,7 +77,6 @@ def step_of(make, rule, option, jit_compile=False):
     )
     users = {"unit": "user", "examples_per_unit": OWN} if option == "users" else {}
     sampling = Sampling.fixed_order if option == "banded" else Sampling.poisson
-    model.sampling = sampling(48, B, **users)
     rows = B * (OWN if users else 1) + 2
     x, y = np.ones((rows, *inputs.shape[1:]), inputs.dtype), np.ones(rows, "int32")
     mask = np.arange(rows) < rows - 2
@@ -85,7 +84,8 @@ def step_of(make, rule, option, jit_compile=False):
         mask.reshape(-1, OWN) if users else mask,
         public=None if mask.all() else np.where(mask, 0, 0.5).astype("float32"),
     )
-    model.train_on_batch(x, y, info)
+    once = tf.data.Dataset.from_tensors((x, y, info)).filter(lambda *_: True)  # of unknown length
+    model.fit(dp.data.assume_sampling(once, sampling(48, B, **users)), verbose=0)
     model._guard.is_stepping = True
     batch = tf.nest.map_structure(
         lambda part: None if part is None else tf.convert_to_tensor(part), (x, y, info)

@@ -295,19 +295,22 @@ def test_a_step_that_failed_ends_the_run():
         model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
         optimizer = DPSGD(0.1, clip_norm=1.0, batch_size=8, noise_multiplier=2.0, noise=mechanism)
         model.compile(optimizer, "mse", run_eagerly=True)
-        model.sampling = Sampling.fixed_order(24, 8)
-        batch = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
-        model.train_on_batch(*batch)
-        model.train_on_batch(*batch)
+        ones = tf.data.Dataset.from_tensors((tf.ones((8, 4)), tf.ones((8, 1)))).repeat(3)
+        batches = dp.data.assume_sampling(ones, Sampling.fixed_order(24, 8))
         update = optimizer.update
-        optimizer.update = lambda released: 1 / 0
+
+        def fail(batch, logs, optimizer=optimizer):
+            if batch == 2:
+                optimizer.update = lambda released: 1 / 0
+
+        failing = keras.callbacks.LambdaCallback(on_train_batch_begin=fail)
         with pytest.raises(ZeroDivisionError):
-            model.train_on_batch(*batch)
+            model.fit(batches, verbose=0, callbacks=[failing])
         optimizer.update = update
         assert int(optimizer.noise_source.memory.steps((0, 0))) == 3
-        model.train_on_batch(*batch)
-        assert int(optimizer.noise_source.memory.steps((0, 0))) == 1
-        assert [segment.steps for segment in model.ledger.segments] == [3, 1]
+        model.fit(batches, epochs=2, verbose=0)
+        assert int(optimizer.noise_source.memory.steps((0, 0))) == 6
+        assert [segment.steps for segment in model.ledger.segments] == [3, 6]
 
 
 # Refusals.
