@@ -438,7 +438,7 @@ class PrivacyGuard:
 
     def _count_past(self, steps):
         """Counts steps past what was stated of the data, and maybe past the end of the noise."""
-        run = next(segment for segment in self._ledger.segments if segment.run == self.run)
+        (run,) = (segment for segment in self._ledger.segments if segment.run == self.run)
         self._ledger.absorb(Ledger.of_segments([run.without_noise(steps)]))
 
     def _settle(self, optimizer, reserved, before, executed):

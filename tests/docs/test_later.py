@@ -175,4 +175,5 @@ def test_there_are_tables():
         "others-features",
         "clipped-definitions",
         "probed-clothes",
+        "searched-features",
     }

@@ -250,7 +250,10 @@ def test_a_process_that_is_killed_and_goes_on_from_its_files(tmp_path):
     assert epsilon(kind, model.ledger) == pytest.approx(epsilon_of(kind, [7, 5]), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", list(MAKE)[:5])
+BY_HAND = ["balls in bins", "one order"]  # others need fit
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
 def test_batches_that_are_begun_anew_by_hand(kind):
     """Two steps of an epoch, again and again: the first example comes each time."""
     model, batches = make_model(kind), MAKE[kind]((X, Y))
@@ -261,12 +264,12 @@ def test_batches_that_are_begun_anew_by_hand(kind):
             if step == 1:
                 break
     assert model.ledger.steps == 6
-    expected = epsilon_of(kind, [2, 2, 2])  # of two groups, these are whole rounds
+    expected = epsilon_of(kind, [2, 2, 2])
     assert epsilon(kind, model.ledger) == pytest.approx(expected, rel=1e-4)
 
 
 def test_whole_epochs_by_hand_are_one_run():
-    for kind in ("one order, correlated", "in turns, correlated"):
+    for kind in BY_HAND:
         model, batches = make_model(kind), MAKE[kind]((X, Y))
         model.sampling = batches.sampling
         for _ in range(2):

@@ -224,10 +224,11 @@ def test_errors(trained, tmp_path):
     with pytest.raises(FileExistsError):
         model.save_run(secret)
     assert model.ledger.current is not None  # nothing was handed over
-    model.sampling = batches.sampling
-    model.train_on_batch(*next(iter(batches)))
+    within = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: model.save_run(tmp_path / "other.secret.npz")
+    )
     with pytest.raises(ValueError, match="broke off after 1 steps"):
-        model.save_run(tmp_path / "other.secret.npz")
+        model.fit(batches, verbose=0, callbacks=[within])
     np.savez(tmp_path / "no.secret.npz", header=np.array(["?"]))
     with pytest.raises(ValueError, match="no file of DPModel.save_run"):
         model.resume_run(tmp_path / "no.secret.npz")
