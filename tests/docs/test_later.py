@@ -176,4 +176,5 @@ def test_there_are_tables():
         "clipped-definitions",
         "probed-clothes",
         "searched-features",
+        "again-features",
     }
