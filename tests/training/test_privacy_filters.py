@@ -218,10 +218,7 @@ def test_a_run_of_correlated_noise_may_end_and_go_on(tmp_path):
     order_seed = again.resume_run(tmp_path / "run.secret.npz")
     more = dp.data.fixed_order_epochs((X, Y), B, order_seed=order_seed)
     with pytest.raises(ValueError, match="ran under a privacy filter"):
-        again.fit(more, verbose=0)
-    again.sampling = more.sampling
-    with pytest.raises(ValueError, match="privacy filter .of its PrivacyBudget"):
-        again.train_on_batch(X[:B], Y[:B])  # without the budget that it was saved under
+        again.fit(more, verbose=0)  # without the budget that it was saved under
     _fit(again, more, 1, [_budget(accountant=GAUSSIAN)])
     assert [each.steps for each in again.ledger.segments] == [15]
     _compile(again)  # independent noise for the rest
