@@ -473,8 +473,9 @@ class DPModel(keras.Model):
 
         Raises:
             PrivacyBudgetError: the step would exceed the budget.
-            ValueError: `model.sampling` is not set, or by a `fit`, or states smaller batches; or a
-                `fit` runs.
+            ValueError: `model.sampling` is not set, or by a `fit`, or states smaller batches; a
+                `fit` runs; or what a step costs depends on the batches before it (correlated noise,
+                groups that take turns, batch sizes that change), of which one could be left out.
         """
         _keras.check_is_compiled(self, "train_on_batch")
         self._guard.refuse_within_fit("train_on_batch")

@@ -164,7 +164,7 @@ class Segment:
         bare = (
             part if part.is_public else dataclasses.replace(part, multiplier=0.0)
             for part in self.releases
-        )  # fmt: skip
+        )
         return Segment(
             secrets.token_hex(16), tuple(bare), Constant(), self.sampling, self.clip_norm,
             steps=steps, data_set=self.data_set, conditions=self.conditions,

@@ -634,11 +634,12 @@ def _needs_turns(optimizer, sampling):
     """What makes a step's cost depend on which batches came before it, in words; "" if nothing."""
     if sampling.batch_sizes:
         return "An expected batch size that changes"
-    if sampling.period > 1 and optimizer.noise.is_correlated:
+    if sampling.period == 1:
+        return ""
+    if optimizer.noise.is_correlated:
         return "Correlated noise"
-    # Of what comes once a pass, each pass is accounted by its step of the least noise.
-    is_in_turns = sampling.period > 1 and not sampling.in_passes
-    return f"{sampling.kind!r} sampling" if is_in_turns else ""
+    # What comes once a pass is accounted by whole passes, in whichever step of one it comes.
+    return "" if sampling.in_passes else f"{sampling.kind!r} sampling"
 
 
 def _check_alike(model, segment):
