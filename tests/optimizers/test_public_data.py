@@ -253,11 +253,11 @@ def test_steps_must_be_a_positive_integer():
 # data.with_public
 
 
-def private_batches(**options):
+def private_batches(steps=4, **options):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(100, 4)).astype("float32")
     y = rng.normal(size=(100, 3)).astype("float32")
-    return dp.data.poisson_batches((x, y), BATCH, steps_per_epoch=4, **options)
+    return dp.data.poisson_batches((x, y), BATCH, steps_per_epoch=steps, **options)
 
 
 def test_public_rows_stand_at_the_end():
@@ -276,14 +276,14 @@ def test_public_rows_stand_at_the_end():
 
 
 def test_some_public_rows_are_drawn_anew_for_each_batch():
-    joined = with_public(private_batches(), (PUBLIC_X, PUBLIC_Y), public_batch_size=2)
+    joined = with_public(private_batches(steps=12), (PUBLIC_X, PUBLIC_Y), public_batch_size=2)
     seen = set()
     for x, _, rows in joined:
         drawn = [PUBLIC_X.tolist().index(row) for row in x.numpy()[-2:].tolist()]
         assert len(set(drawn)) == 2  # without replacement
         np.testing.assert_allclose(rows.public[-2:], [0.5, 0.5])
         seen.update(drawn)
-    assert len(seen) > 2  # fails by chance once in 1000 runs: 4 equal pairs of 10
+    assert len(seen) > 2  # fails by chance once in 10¹¹ runs: 12 equal pairs of 10
 
 
 def test_sample_weights_of_the_private_rows_are_kept():

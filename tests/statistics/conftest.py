@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from dp_keras_opt.noise import numbers
+from dp_keras_opt.noise import entropy, numbers
+
+
+@pytest.fixture(autouse=True)
+def seeded_noise(monkeypatch):
+    """What is drawn is the same in each run of a test: many are of how often something happens."""
+    bits = np.random.default_rng(0)
+    monkeypatch.setattr(
+        entropy, "words", lambda count: bits.integers(-(2**63), 2**63, count, np.int64)
+    )
+    monkeypatch.setattr(entropy, "numpy_generator", lambda seed=None: np.random.default_rng(bits))
 
 
 @pytest.fixture

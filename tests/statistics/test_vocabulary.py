@@ -103,10 +103,11 @@ def test_secret_words_show_as_rarely_as_is_claimed_and_a_lower_threshold_is_caug
             shown += (
                 any(word.startswith("secret") for word in found.words)
                 if not lowered
-                else (np.random.default_rng().normal(1, found.noise_std, 2).max() > level)
+                else (drawn.normal(1, found.noise_std, 2).max() > level)
             )
         return shown / 2000
 
+    drawn = np.random.default_rng(0)
     values = np.array([["usual", "usual"]] * 300 + [["secret1", "secret2"]])
     limit = 0.043
     assert share(0.0) < limit
