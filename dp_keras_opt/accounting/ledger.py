@@ -493,12 +493,22 @@ class Ledger:
             if self._journal:
                 self._journal.record(segment)
 
-    def __getstate__(self):
-        # A copy (copy, pickle) that trains on is another run than the original, and has no file.
-        return {"segments": self.segments}
+    # A copy that trains on is another run than the original, and has no file.
 
-    def __setstate__(self, state):
-        vars(self).update(vars(Ledger.of_segments(state["segments"])))
+    def __copy__(self):
+        return Ledger.of_segments(self.segments)
+
+    def __deepcopy__(self, memo):
+        return self.__copy__()
+
+    def __reduce__(self):
+        if self._journal:
+            raise TypeError(
+                f"A ledger with a file, {self.path}, cannot be pickled, as for another process: "
+                "what is spent there would be in no file. Give each process a ledger with a file "
+                "of its own, and merge what Ledger.read gives; or pickle copy.copy(ledger)."
+            )
+        return Ledger.of_segments, (self.segments,)
 
     def to_json(self) -> str:
         """The ledger as text."""

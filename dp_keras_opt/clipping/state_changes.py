@@ -59,7 +59,8 @@ class Assignments(NamedTuple):
         hidden: variables of layers that other code may change, where it does not.
         moving: variables, metrics apart, that every pass moves on, such as seeds and counters.
         other: numbers, besides weights that are trained or frozen, that the pass may depend on.
-        counters: single numbers that it reads and does not train, such as a count of steps.
+        switches: whole numbers, truth values and single numbers that it reads and does not train,
+            such as a count of steps.
         texts: short strings that stand in it, such as separators of words.
         compared: single numbers that it tests others for equality with, such as ids of words.
     """
@@ -69,7 +70,7 @@ class Assignments(NamedTuple):
     hidden: list
     moving: list
     other: list
-    counters: Sequence = ()
+    switches: Sequence = ()
     texts: Sequence = ()
     compared: Sequence = ()
 
@@ -158,10 +159,9 @@ def check_assignments(
     moving = {id(v): v for v in (*seeds(model), *moved)}  # an engine may move more seeds on
     numbers = [*_numbers(model), *(v for v in further if v.dtype.is_floating)]
     fixed = free | {id(h) for v in model.trainable_variables for h in _handles(v)}
-    counters = [v for v in read if v.shape.rank == 0 and id(v.handle) not in fixed]
-    counters = [v for v in counters if v.dtype.is_integer or v.dtype.is_floating]
+    switches = [v for v in read if id(v.handle) not in fixed and _may_switch(v)]
     return Assignments(
-        changed, complete, hidden, list(moving.values()), numbers, counters, constants(graph),
+        changed, complete, hidden, list(moving.values()), numbers, switches, constants(graph),
         compared(graph),
     )  # fmt: skip
 
@@ -214,6 +214,12 @@ def _numbers(model):
     layers = (layer for layer in layers_of(model) if layer.trainable)
     states = [v for layer in layers for v in own_states(layer)]
     return [v for v in states if tf.as_dtype(v.dtype).is_floating]
+
+
+def _may_switch(variable):
+    dtype = tf.as_dtype(variable.dtype)
+    is_single = variable.shape.num_elements() == 1
+    return dtype.is_bool or dtype.is_integer or (dtype.is_floating and is_single)
 
 
 def _handles(variable):

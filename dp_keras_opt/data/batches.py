@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dp_keras_opt import deprecation
 from dp_keras_opt._keras import is_grain_dataset, is_tf_dataset, is_torch_dataloader
-from dp_keras_opt.accounting.sampling import Sampling
+from dp_keras_opt.accounting.sampling import Passes, Sampling
 from dp_keras_opt.data import failures, fresh_randomness
 from dp_keras_opt.data.buckets import Blocks, blocks_of
 from dp_keras_opt.data.doubts import is_reshuffled
@@ -84,7 +84,7 @@ class Batches:
         if self.examples is None and not self.sampling.is_stated:
             _check_stated(self.dataset, self.sampling, stacklevel=5)
             # Past the lock of a frozen class: somebody's word, whoever called the constructor.
-            object.__setattr__(self, "sampling", dataclasses.replace(self.sampling, is_stated=True))
+            object.__setattr__(self, "sampling", _stated(self.sampling))
 
     def map(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> Batches:
         """The same batches with `function(x, y)` in the place of each example (x, y).
@@ -147,8 +147,13 @@ class Batches:
         return dict(getattr(self.examples, "unreadable", {}))
 
     def __iter__(self) -> Iterator[Any]:
+        # A sampler counts its passes itself, whoever reads its data.
+        passes = self.sampling.passes if self.examples is None else None
         with failures.as_raised():
-            yield from self.dataset
+            for number, batch in enumerate(self.dataset):
+                if passes and number % self.sampling.period == 0:
+                    passes.begin()
+                yield batch
 
     def __len__(self) -> int:
         if self.steps_per_epoch is None:
@@ -217,8 +222,8 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
     Raises:
         TypeError: if `sampling` is no `Sampling`, or `data` are no batches, or are `Batches`.
         ValueError: if all batches are of one size, and `sampling` states another; if it is that of
-            batches whose sizes change; if it states one order, and the data are shuffled anew in
-            each pass.
+            batches whose sizes change; if it states one order, and the data may come in another
+            in each pass.
     """
     if not isinstance(sampling, Sampling):
         raise TypeError(
@@ -238,8 +243,13 @@ def assume_sampling(data: Any, sampling: Sampling) -> Batches:
         )
     _check_stated(data, sampling)
     steps = number_of_batches(data)
-    sampling = dataclasses.replace(sampling, is_stated=True)
-    return Batches(data, sampling, steps_per_epoch=steps, workers=place()[1])
+    return Batches(data, _stated(sampling), steps_per_epoch=steps, workers=place()[1])
+
+
+def _stated(sampling):
+    """The sampling as somebody's word, with a count of its own for the passes over their data."""
+    passes = Passes() if sampling.in_passes else sampling.passes
+    return dataclasses.replace(sampling, is_stated=True, passes=passes)
 
 
 def _check_stated(data, sampling, stacklevel=3):
@@ -252,9 +262,11 @@ def _check_stated(data, sampling, stacklevel=3):
         )
     if sampling.has_one_order and is_reshuffled(data):
         raise ValueError(
-            "`sampling` states one order for all passes, but `data` are shuffled anew in each, so "
-            "that an example would come back after fewer steps than is accounted. Call "
-            "shuffle(..., reshuffle_each_iteration=False), or state Sampling.shuffled."
+            "`sampling` states one order for all passes, but `data` may come in another in each, "
+            "so that an example would come back after fewer steps than is accounted: they are "
+            "shuffled anew, not read deterministically, or have an on_epoch_begin or on_epoch_end "
+            "of their own. Call shuffle(..., reshuffle_each_iteration=False), leave out "
+            "deterministic=False, or state Sampling.shuffled."
         )
     workers = place()[1]
     size = _fixed_batch_size(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -72,12 +73,31 @@ def _has_twice(table):
 
 
 def is_reshuffled(data: Any) -> bool:
-    """Whether a `tf.data.Dataset` comes in another order whenever it is gone through."""
+    """Whether data show that they may come in another order whenever they are gone through."""
+    if isinstance(data, keras.utils.PyDataset):
+        kind, plain = type(data), keras.utils.PyDataset
+        moves = (kind.on_epoch_begin, kind.on_epoch_end)
+        return moves != (plain.on_epoch_begin, plain.on_epoch_end)
+    if isinstance(data, tf.data.Dataset):
+        return data.options().deterministic is False or _is_reshuffled(data)
+    return "Random" in type(getattr(data, "sampler", None)).__name__  # of a DataLoader of PyTorch
+
+
+def _is_reshuffled(data):
     kind = type(data).__name__
-    if not isinstance(data, tf.data.Dataset) or "CacheDataset" in kind:
+    if "CacheDataset" in kind:
         return False
     anew = "ShuffleDataset" in kind and getattr(data, "_reshuffle_each_iteration", True)
-    return bool(anew) or any(map(is_reshuffled, data._inputs()))
+    return bool(anew) or _is_raced(data, kind) or any(map(_is_reshuffled, data._inputs()))
+
+
+def _is_raced(data, kind):
+    """Whether of its elements that comes first which is ready first."""
+    if "ParallelInterleave" not in kind:
+        return getattr(data, "_deterministic", None) == "false"
+    graph = tf.compat.v1.GraphDef.FromString(data._as_serialized_graph().numpy())  # kept only there
+    nodes = (node for node in graph.node if node.op.startswith("ParallelInterleave"))
+    return any(node.attr["deterministic"].s == b"false" for node in nodes)
 
 
 def warn_of_batches(data: Any) -> None:

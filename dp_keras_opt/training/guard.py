@@ -263,24 +263,11 @@ class PrivacyGuard:
         Raises:
             PrivacyBudgetError: the budget does not afford them, outside of `fit`.
             ValueError: the noise schedule would not go on where it stopped; or, outside of `fit`,
-                what a step costs depends on its place among the others.
+                as `_check_loop`.
         """
         optimizer = model.optimizer
-        if not self.is_fitting and self.sampling and self.is_of_fit:
-            raise ValueError(
-                "How this batch is sampled is not known, so no ε can be stated: what fit knew of "
-                "its data says nothing of others. Set model.sampling to what holds for the batches "
-                "to come: batches.sampling of a sampler of dp_keras_opt.data, if each is drawn "
-                "anew; Sampling.full(batch_size), if the same examples come in every step."
-            )
-        why = not self.is_fitting and self.sampling and _needs_turns(optimizer, self.sampling)
-        if why:
-            raise ValueError(
-                f"{why} needs fit, which takes every batch in its turn: here one could be left "
-                "out, or go to another model, and the steps that run would cost more than is "
-                "accounted. Call fit, several times if need be, or use Poisson sampling with "
-                "independent noise and one batch_size."
-            )
+        if not self.is_fitting and self.sampling:
+            self._check_loop(optimizer)
         if self._process != entropy.process():  # the process that it forked from has the run
             self._ledger.close()
             self._process = entropy.process()
@@ -309,6 +296,38 @@ class PrivacyGuard:
         self.warn_past_plan(optimizer, now, min(steps, to_run or steps))
         self._ledger.reserve(steps, self.run)
         return steps
+
+    def _check_loop(self, optimizer):
+        """Refuses a step outside of `fit` that cannot be accounted as the batches are sampled.
+
+        Raises:
+            ValueError: it is not known how they are, or where their passes begin; or what a step
+                costs depends on its place among the others.
+        """
+        sampling = self.sampling
+        if self.is_of_fit:
+            raise ValueError(
+                "How this batch is sampled is not known, so no ε can be stated: what fit knew of "
+                "its data says nothing of others. Set model.sampling to what holds for the batches "
+                "to come: batches.sampling of a sampler of dp_keras_opt.data, if each is drawn "
+                "anew; Sampling.full(batch_size), if the same examples come in every step."
+            )
+        why = _needs_turns(optimizer, sampling)
+        if why:
+            raise ValueError(
+                f"{why} needs fit, which takes every batch in its turn: here one could be left "
+                "out, or go to another model, and the steps that run would cost more than is "
+                "accounted. Call fit, several times if need be, or use Poisson sampling with "
+                "independent noise and one batch_size."
+            )
+        if sampling.in_passes and not (sampling.passes and sampling.passes.begun):
+            raise ValueError(
+                f"{sampling.kind!r} sampling is accounted in whole passes over the data, and in a "
+                "loop of your own it is not known where one begins. Loop over batches that count "
+                "them: those of a sampler of dp_keras_opt.data; or of data of your own, batches = "
+                "dp_keras_opt.data.assume_sampling(data, sampling), after model.sampling = "
+                "batches.sampling."
+            )
 
     def _until_end(self, steps):
         """How many of so many steps there are data for, where a segment began with a pass."""
@@ -433,7 +452,7 @@ class PrivacyGuard:
                 f"After {steps} steps since the data began the ledger was closed, as by weights "
                 f"that were loaded, within a pass of {sampling.period} steps, by which a noise "
                 "schedule is accounted. Load weights at the end of a pass, or when fit has "
-                "returned. Where the data begin anew with the next step, set model.sampling again."
+                "returned."
             )
 
     def _count_past(self, steps):
@@ -638,7 +657,7 @@ def _needs_turns(optimizer, sampling):
         return ""
     if optimizer.noise.is_correlated:
         return "Correlated noise"
-    # What comes once a pass is accounted by whole passes, in whichever step of one it comes.
+    # What comes once a pass is accounted by whole passes, which are counted where they begin.
     return "" if sampling.in_passes else f"{sampling.kind!r} sampling"
 
 

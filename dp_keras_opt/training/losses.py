@@ -4,6 +4,8 @@ Keras reduces a loss over the whole batch. Differential privacy needs each examp
 the containers that `compile` builds are run here with every loss un-reduced.
 """
 
+import warnings
+
 import keras
 import tensorflow as tf
 
@@ -37,6 +39,7 @@ def update_metrics(compiled, y, y_pred, sample_weight, mask):
 
     Raises:
         TypeError: a metric's `update_state` takes no `sample_weight`, so it would count padding.
+        ValueError: a metric fails.
     """
     if not compiled.built:
         compiled.build(y, y_pred)
@@ -53,14 +56,49 @@ def update_metrics(compiled, y, y_pred, sample_weight, mask):
             if weight is not None and positions is not None:  # Keras multiplies them
                 weight = _broadcast(weight, positions)
             for metric in group.metrics if group else ():
-                try:
-                    metric.update_state(target, prediction, sample_weight=weight)
-                except ValueError as error:
-                    raise ValueError(
-                        f"The metric {metric.name!r} failed. One that is a function returns a "
-                        "value for each example, without the mean: padding has the weight 0. What "
-                        f"failed: {error}"
-                    ) from error
+                _update(metric, target, prediction, weight, mask)
+
+
+#: Those metrics of Keras that, like `IoU`, count each position by itself and want its weight.
+_OF_POSITIONS = (
+    keras.metrics.TruePositives, keras.metrics.TrueNegatives, keras.metrics.FalsePositives,
+    keras.metrics.FalseNegatives, keras.metrics.Precision, keras.metrics.Recall, keras.metrics.AUC,
+    keras.metrics.PrecisionAtRecall, keras.metrics.RecallAtPrecision,
+    keras.metrics.SensitivityAtSpecificity, keras.metrics.SpecificityAtSensitivity,
+)  # fmt: skip
+
+
+def _update(metric, target, prediction, weight, mask):
+    elements = None
+    if isinstance(metric, keras.metrics.IoU):
+        elements = prediction
+        if not metric.sparse_y_pred:  # it takes the likeliest class
+            elements = tf.reduce_max(prediction, axis=metric.axis)
+    elif isinstance(metric, _OF_POSITIONS) and len(prediction.shape) > 2:
+        elements = prediction[..., 0]
+    if weight is not None and elements is not None:
+        weight = tf.broadcast_to(_broadcast(weight, elements), tf.shape(elements))
+    if mask is not None:
+        weight = tf.identity(weight)
+    try:
+        metric.update_state(target, prediction, sample_weight=weight)
+    except ValueError as error:
+        advice = ""
+        if isinstance(metric, keras.metrics.MeanMetricWrapper):
+            advice = (
+                " A metric that is a function returns a value for each example, without the mean: "
+                "padding has the weight 0."
+            )
+        raise ValueError(
+            f"The metric {metric.name!r} failed.{advice} What failed: {error}"
+        ) from error
+    if mask is not None and not tf.executing_eagerly() and not weight.consumers():
+        warnings.warn(
+            f"The metric {metric.name!r} makes nothing of `sample_weight`, so it counts the rows "
+            "that batches are padded with, whose weight is 0. Multiply by `sample_weight` in its "
+            "`update_state`, or leave it to `evaluate`, where nothing is padded.",
+            stacklevel=2,
+        )
 
 
 def _masked(weight, mask):

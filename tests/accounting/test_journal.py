@@ -285,10 +285,21 @@ def test_clocks_may_jump(path, gaussians, monkeypatch):
 def test_copies_have_no_file(path, gaussians):
     ledger = Ledger(path)
     run(ledger, gaussians(1.0), 3)
-    for other in (copy.deepcopy(ledger), pickle.loads(pickle.dumps(ledger))):
+    sent = pickle.loads(pickle.dumps(copy.copy(ledger)))
+    for other in (copy.copy(ledger), copy.deepcopy([ledger])[0], sent):
         assert other.steps == 3 and other.path is None
         run(other, gaussians(1.0), 4)
     assert Ledger.read(path).steps == 3
+
+
+def test_a_file_is_not_lost_on_the_way_to_another_process(path, gaussians):
+    """Three trainings by joblib, of ε = 7.6, left none in the file, nor in the ledger."""
+    ledger = Ledger(path)
+    run(ledger, gaussians(1.0), 3)
+    with pytest.raises(TypeError, match=f"{path.name}, cannot be pickled.*merge"):
+        pickle.dumps({"ledger": ledger})
+    ledger.unlock()
+    assert pickle.loads(pickle.dumps(ledger)).steps == 3
 
 
 def test_what_is_merged_is_on_file(path, gaussians):

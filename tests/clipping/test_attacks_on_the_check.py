@@ -704,6 +704,95 @@ def test_mixing_by_floats_or_at_later_weights_is_refused(case):
     assert all(map(np.array_equal, start, model.get_weights()))
 
 
+class _Switched(layers.Layer):
+    """Centres on the batch once its state says so."""
+
+    def __init__(self, shape, dtype, start, is_on, then=lambda v: v, mixes=True, **kwargs):
+        super().__init__(**kwargs)
+        self.form, self.start, self.is_on, self.then = (shape, dtype), start, is_on, then
+        self.mixes = mixes
+
+    def build(self, shape):
+        shape, dtype = self.form
+        start = keras.initializers.Constant(self.start)
+        self.switch = self.add_weight(shape, start, dtype, trainable=False, name="switch")
+
+    def call(self, inputs, training=False):
+        share = ops.cast(self.is_on(self.switch), inputs.dtype)
+        if training:
+            self.switch.assign(self.then(self.switch.value))
+        return inputs * (1 + share) - share * (ops.mean(inputs, axis=0) if self.mixes else 1.0)
+
+
+class _Latched(layers.Layer):
+    """Three steps open what begins to mix, with a strength for each column."""
+
+    def build(self, shape):
+        self.steps = self.add_weight((), "zeros", "int32", trainable=False)
+        self.gates = self.add_weight(shape[-1:], "zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        centred = inputs - self.gates * ops.mean(inputs, axis=0)
+        if training:
+            self.steps.assign_add(1)
+            self.gates.assign(ops.cast(self.steps >= 3, "float32") * ops.ones_like(self.gates))
+        return centred
+
+
+def _down(value):
+    return ops.maximum(value - 1, 0)
+
+
+SWITCHES = {
+    "a countdown": ((), "int32", 3, lambda v: v <= 0, _down),
+    "a countdown by floats": ((), "float32", 3.0, lambda v: v <= 0, _down),
+    "a share that grows as one ends": ((), "float32", 6.0, lambda v: ops.relu(1 - v / 3), _down),
+    "a count with an axis": ((1,), "int32", 0, lambda v: v >= 3, lambda v: v + 1),
+    "a stage of several": ((), "int32", 0, lambda v: ops.equal(v, 4)),
+    "the second stage": ((), "int32", 0, lambda v: ops.switch(v, [lambda: 0.0, lambda: 1.0])),
+    "a flag": ((), "bool", False, lambda v: v),
+    "a flag that ends": ((), "bool", True, ops.logical_not),
+    "flags": ((4,), "bool", False, lambda v: v),
+}
+
+
+@pytest.mark.parametrize("case", [*SWITCHES, "a latch", "a frozen layer"])
+def test_what_mixes_at_another_state_than_the_first_is_refused(case):
+    """Each moved the sum by 28 to 32 C, where a row was replaced."""
+    if case == "a latch":
+        layer = _Latched()
+    elif case == "a frozen layer":
+        layer = _Switched((1,), "float32", 0.0, lambda v: v >= 3, trainable=False)
+    else:
+        layer = _Switched(*SWITCHES[case])
+    model = _compiled(_linear(layer))
+    start = [np.copy(v) for v in model.variables]
+    _check(model, _form(4), _form(1), words="mixes")
+    assert all(map(np.array_equal, start, model.variables))
+
+
+@pytest.mark.parametrize("case", SWITCHES)
+def test_states_that_change_each_row_by_itself_train(case):
+    model = _compiled(_linear(_Switched(*SWITCHES[case], mixes=False)))
+    start = [np.copy(v) for v in model.variables]
+    _check(model, _form(4), _form(1), words=None)
+    assert all(map(np.array_equal, start, model.variables))
+
+
+@pytest.mark.parametrize("start", [False, 3.0])
+def test_a_loss_that_mixes_once_a_variable_of_its_own_has_changed_is_refused(start):
+    """As a callback may change it: both moved the sum by 32 C."""
+    state = keras.Variable(start, trainable=False, dtype="bool" if start is False else "float32")
+
+    def loss(y, p):
+        errors = ops.mean(ops.abs(y - p), axis=-1)
+        begun = state if start is False else state <= 0
+        return ops.where(begun, errors * ops.mean(errors), errors)
+
+    _check(_compiled(_linear(), loss), _form(4), _form(1), words="mixes")
+    assert state.numpy() == start
+
+
 class _SumOfUnits(layers.Layer):
     """Deep sets: padding gives 0 only as long as the bias is 0."""
 

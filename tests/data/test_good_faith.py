@@ -241,6 +241,76 @@ def test_an_order_that_changes_is_not_fixed():
     dp.data.assume_sampling(shuffled.batch(size), dp.accounting.Sampling.shuffled(N, size))
 
 
+class _Reshuffled(keras.utils.PyDataset):
+    """As Keras's guides have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(N)
+
+    def __len__(self):
+        return -(-N // 3)
+
+    def __getitem__(self, index):
+        rows = self.order[3 * index : 3 * index + 3]
+        return X[rows], Y[rows]
+
+
+class _AtTheEnd(_Reshuffled):
+    def on_epoch_end(self):
+        np.random.default_rng().shuffle(self.order)
+
+
+class _AtTheBeginning(_Reshuffled):
+    def on_epoch_begin(self):
+        np.random.default_rng().shuffle(self.order)
+
+
+def _interleaved(deterministic):
+    parts = tf.data.Dataset.range(3)
+    return parts.interleave(
+        lambda part: tf.data.Dataset.from_tensor_slices((X, Y)).shard(3, part),
+        num_parallel_calls=2,
+        deterministic=deterministic,
+    )
+
+
+def _mapped(deterministic):
+    examples = tf.data.Dataset.from_tensor_slices((X, Y))
+    return examples.map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("by_option", [False, True])
+@pytest.mark.parametrize("make", [_interleaved, _mapped])
+def test_an_order_by_what_is_read_first_is_not_fixed(make, by_option):
+    """ε = 6.2 was 5.5, of correlated noise, six passes and an interleaved data set."""
+    fixed, options = dp.accounting.Sampling.fixed_order(N, 3), tf.data.Options()
+    for deterministic in (True, None):
+        dp.data.assume_sampling(make(deterministic).batch(3).prefetch(1), fixed)
+    options.deterministic = False
+    raced = make(None).with_options(options) if by_option else make(False)
+    with pytest.raises(ValueError, match="may come in another in each.*deterministic=False"):
+        dp.data.assume_sampling(raced.batch(3).prefetch(1), fixed)
+    dp.data.assume_sampling(raced.batch(3), dp.accounting.Sampling.shuffled(N, 3))
+
+
+@pytest.mark.parametrize("kind", [_AtTheEnd, _AtTheBeginning])
+def test_a_sequence_that_shuffles_itself_is_not_in_a_fixed_order(kind):
+    """ε = 6.7 was 5.5, of correlated noise and six passes."""
+    fixed = dp.accounting.Sampling.fixed_order(N, 3)
+    dp.data.assume_sampling(_Reshuffled(), fixed)
+    with pytest.raises(ValueError, match="may come in another in each.*on_epoch_end of their own"):
+        dp.data.assume_sampling(kind(), fixed)
+    dp.data.assume_sampling(kind(), dp.accounting.Sampling.shuffled(N, 3))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_pytorch_that_shuffles_is_not_in_a_fixed_order(shuffle):
+    data = pytest.importorskip("torch.utils.data")
+    loader = data.DataLoader(list(zip(X, Y, strict=True)), batch_size=3, shuffle=shuffle)
+    assert doubts.is_reshuffled(loader) == shuffle
+
+
 def test_the_folders_of_a_path_are_not_walked_as_data():
     """They are its `parents`, each with its own: of forty folders a walk would not end."""
     doubts.refuse_copies(pathlib.Path("/".join("folder" for _ in range(40))))

@@ -5,6 +5,7 @@ import itertools
 import os
 import warnings
 
+import dp_accounting
 import keras
 import numpy as np
 import pytest
@@ -53,8 +54,9 @@ def test_a_step_past_the_ledger_is_refused(wrap):
 )
 def test_larger_batches_than_are_accounted_are_refused(sampling, refuses):
     model = _model()
-    model.sampling = sampling
-    model.train_on_batch(X[:B], Y[:B])
+    batches = dp.data.assume_sampling(((X[:B], Y[:B]) for _ in range(3)), sampling)
+    model.sampling = batches.sampling
+    model.train_on_batch(*next(iter(batches)))
     if not refuses:
         model.train_on_batch(X, Y)
         return
@@ -149,14 +151,105 @@ def test_a_loop_of_ones_own_may_leave_batches_out(sampling, noise, what):
     assert model.ledger.steps == 0
 
 
-@pytest.mark.parametrize("kind", ["fixed_order", "shuffled", "balls_in_bins"])
+ONCE_A_PASS = ["fixed_order", "shuffled", "balls_in_bins"]
+
+
+@pytest.mark.parametrize("kind", ONCE_A_PASS)
 def test_a_loop_of_ones_own_may_leave_out_what_comes_once_a_pass(kind):
     """It pays for a whole pass."""
     model = _model()
-    model.sampling = getattr(dp.accounting.Sampling, kind)(N, B)
-    model.train_on_batch(X[:B], Y[:B])
+    batches = _once_a_pass(kind, _rows())
+    model.sampling = batches.sampling
+    model.train_on_batch(*next(iter(batches)))
     whole = dp.accounting.Ledger.of(model.optimizer, model.sampling, N // B)
     assert model.ledger.epsilon(DELTA) == pytest.approx(whole.epsilon(DELTA))
+
+
+@pytest.mark.parametrize("kind", ONCE_A_PASS)
+def test_passes_of_ones_own_data_are_counted_where_they_begin(kind):
+    """Some batches kept for validation, and others dealt to models: 20 passes were 10, and 6."""
+    kept, *dealt = models = [_model() for _ in range(1 + N // B)]
+    batches = _once_a_pass(kind, _rows())
+    for model in models:
+        model.sampling = batches.sampling
+    for _ in range(20):
+        for number, batch in enumerate(batches):
+            if number != 1:
+                kept.train_on_batch(*batch)
+    for _ in range(20):
+        for model, batch in zip(dealt, batches, strict=True):
+            model.train_on_batch(*batch)
+    oracle = dp.accounting.Ledger.of(kept.optimizer, batches.sampling, 20 * N // B)
+    for model in models:
+        assert model.ledger.epsilon(DELTA) == pytest.approx(oracle.epsilon(DELTA))
+    if kind == "fixed_order":  # a row that is replaced moves 20 sums by 2 C
+        multiplier = kept.optimizer.noise_multiplier / 2 / 20**0.5
+        alone = dp_accounting.get_epsilon_gaussian(multiplier, DELTA)
+        assert kept.ledger.epsilon(DELTA) == pytest.approx(alone, rel=1e-3)
+
+
+def test_passes_of_data_without_an_end_are_counted():
+    def rows():
+        while True:
+            yield from _rows()
+
+    model, batches = _model(), _once_a_pass("shuffled", rows())
+    model.sampling = batches.sampling
+    for number, batch in enumerate(batches):
+        if number == 10 * (N // B):
+            break
+        if number % (N // B) == 0:
+            model.train_on_batch(*batch)
+    whole = dp.accounting.Ledger.of(model.optimizer, batches.sampling, 10 * (N // B))
+    assert model.ledger.epsilon(DELTA) == pytest.approx(whole.epsilon(DELTA))
+
+
+@pytest.mark.parametrize("kind", ONCE_A_PASS)
+def test_a_loop_in_which_nothing_counts_the_passes_is_refused(kind):
+    model = _model()
+    model.sampling = getattr(dp.accounting.Sampling, kind)(N, B)
+    with pytest.raises(ValueError, match=f"'{kind}'.*whole passes.*assume_sampling"):
+        model.train_on_batch(X[:B], Y[:B])
+    assert model.ledger.steps == 0
+    own = _once_a_pass(kind, tf.data.Dataset.from_tensor_slices((X, Y)).batch(B))
+    model.sampling = own.sampling
+    with pytest.raises(ValueError, match=f"'{kind}'.*whole passes.*assume_sampling"):
+        model.train_on_batch(*next(iter(own.dataset)))
+    model.fit(own, verbose=0)  # which begins its passes itself
+    assert model.ledger.steps == N // B
+
+
+def test_the_sampling_of_other_batches_has_other_passes():
+    """Else those of one would be counted for the other."""
+    theirs = dp.data.fixed_order_epochs((X, Y), B)
+    next(iter(theirs))
+    model, own = _model(), dp.data.assume_sampling(_Listed(_rows()), theirs.sampling)
+    model.sampling = own.sampling
+    with pytest.raises(ValueError, match="whole passes"):
+        model.train_on_batch(X[:B], Y[:B])
+
+
+def _rows():
+    return [(X[start : start + B], Y[start : start + B]) for start in range(0, N, B)]
+
+
+def _once_a_pass(kind, data):
+    """Batches of one's own of which each example is in one a pass."""
+    if isinstance(data, list):
+        data = _Listed(data)
+    return dp.data.assume_sampling(data, getattr(dp.accounting.Sampling, kind)(N, B))
+
+
+class _Listed(keras.utils.PyDataset):
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
 
 
 def test_a_budget_where_data_end_early_with_correlated_noise():
@@ -344,19 +437,20 @@ def test_an_own_loop_does_not_move_the_windows_of_a_schedule(tmp_path, steps):
     """Weights loaded within an epoch, which went on: 1.39 was said for 2.05."""
     model, path = _model(), tmp_path / "w.weights.h5"
     model.compile(dp.optimizers.DPSGD(0.01, **FALLING), "mse")
-    model.sampling = shuffled = dp.accounting.Sampling.shuffled(N, B)
+    batches = _once_a_pass("shuffled", _rows() * 2)
+    model.sampling, given = batches.sampling, iter(batches)
     for _ in range(steps):
-        model.train_on_batch(X[:B], Y[:B])
+        model.train_on_batch(*next(given))
     model.save_weights(path)
     model.load_weights(path)
-    if steps % shuffled.period:
-        with pytest.raises(ValueError, match="set model.sampling again"):
-            model.train_on_batch(X[:B], Y[:B])
+    if steps % model.sampling.period:
+        with pytest.raises(ValueError, match="within a pass of 3 steps"):
+            model.train_on_batch(*next(given))
         model.compile(dp.optimizers.DPSGD(0.01, **FALLING), "mse")  # the epoch is as far as it was
-        with pytest.raises(ValueError, match="set model.sampling again"):
-            model.train_on_batch(X[:B], Y[:B])
-        model.sampling = shuffled
-    model.train_on_batch(X[:B], Y[:B])
+        with pytest.raises(ValueError, match="within a pass of 3 steps"):
+            model.train_on_batch(*next(given))
+        given = iter(batches)
+    model.train_on_batch(*next(given))
     assert model.ledger.steps == steps + 1
 
 

@@ -1,5 +1,7 @@
 """Per-example losses and metrics against plain NumPy, and against Keras on the unpadded batch."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -367,6 +369,104 @@ def test_metrics_are_those_of_keras_on_the_unpadded_batch(case, weighted):
     assert set(result) == set(expected) and len(result) == len(names) + 1  # and the loss
     for name in expected:
         np.testing.assert_allclose(result[name], expected[name], rtol=1e-5, err_msg=name)
+
+
+_METRICS = keras.metrics
+#: (metrics, shape of y, whole numbers below which it is, shape of the prediction). As many rows as
+#: there are positions on an axis: a weight for each row may not be taken for one of each position.
+OF_POSITIONS = {
+    "mask of a picture": (
+        [_METRICS.AUC, _METRICS.Precision, _METRICS.Recall, _METRICS.TruePositives,
+         _METRICS.FalseNegatives, _METRICS.BinaryIoU, _METRICS.BinaryAccuracy,
+         _METRICS.MeanSquaredError, lambda: _METRICS.SensitivityAtSpecificity(0.5),
+         lambda: _METRICS.RecallAtPrecision(0.5)],
+        (5, 5, 1), 2, (5, 5, 1),
+    ),
+    "masks of a picture": (
+        [_METRICS.AUC, lambda: _METRICS.Precision(class_id=1), lambda: _METRICS.Recall(top_k=2),
+         lambda: _METRICS.OneHotMeanIoU(3), lambda: _METRICS.OneHotIoU(3, [1])],
+        (5, 5, 3), 2, (5, 5, 3),
+    ),
+    "classes of a picture": (
+        [lambda: _METRICS.MeanIoU(3, sparse_y_pred=False), _METRICS.SparseCategoricalAccuracy,
+         lambda: _METRICS.IoU(3, [1], sparse_y_pred=False)],
+        (5, 5), 3, (5, 5, 3),
+    ),
+    "tags": (
+        [lambda: _METRICS.MeanIoU(3, sparse_y_pred=False), _METRICS.SparseCategoricalAccuracy,
+         lambda: _METRICS.SparseTopKCategoricalAccuracy(2)],
+        (5,), 3, (5, 3),
+    ),
+    "tags in a column": ([lambda: _METRICS.MeanIoU(3, sparse_y_pred=False)], (5, 1), 3, (5, 3)),
+    "without an axis": ([_METRICS.BinaryIoU, _METRICS.BinaryAccuracy], (5,), 2, (5,)),
+    "two axes without one": ([_METRICS.BinaryIoU, _METRICS.AUC], (5, 4), 2, (5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("case", OF_POSITIONS)
+def test_metrics_of_positions_are_those_of_keras_on_the_rows_that_count(case, weighted):
+    """Those of a row that is there as often as it weighs. Precision of pictures was 1 for 0.5."""
+    makers, y_shape, classes, shape = OF_POSITIONS[case]
+    y = np.random.default_rng(2).integers(0, classes, (5, *y_shape))
+    y_pred, mask = _uniform(*shape, seed=3), np.array([1, 0, 1, 1, 0], "float32")
+    times = np.array([2, 1, 1, 3, 4] if weighted else [1] * 5)
+    rows = np.repeat(np.arange(5), times * mask.astype(int))
+    inputs = keras.Input(shape)
+    for make in makers:
+        model, expected = dp.DPModel(inputs, keras.layers.Identity()(inputs)), make()
+        key = "weighted_metrics" if weighted else "metrics"
+        model.compile(_optimizer(), "mse", **{key: [make()]})
+        weight = tf.constant(times, tf.float32)
+        info = RowInfo(tf.constant(mask), weight)
+        found = model.compute_metrics(None, tf.constant(y), tf.constant(y_pred), info)
+        expected.update_state(y[rows], y_pred[rows])
+        (value,) = (found[name] for name in found if name != "loss")
+        np.testing.assert_allclose(value, expected.result(), rtol=1e-5, err_msg=expected.name)
+
+
+def test_metrics_of_masks_in_fit():
+    """Batches as large as the pictures are wide."""
+    x, y = np.ones((64, 16, 16, 1), "float32"), np.zeros((64, 16, 16, 1), "float32")
+    y[:, :, :8] = 1
+    inputs = keras.Input((16, 16, 1))
+    ones = {"kernel_initializer": "zeros", "bias_initializer": "ones", "activation": "sigmoid"}
+    model = dp.DPModel(inputs, layers.Conv2D(1, 1, **ones)(inputs))
+    optimizer = dp.optimizers.DPSGD(0.0, clip_norm=1.0, noise_multiplier=1.0)
+    model.compile(optimizer, "binary_crossentropy", metrics=["Precision", "BinaryIoU"])
+    batches = dp.data.poisson_batches((x, y), 8, max_batch_size=16)
+    (precision,) = model.fit(batches, verbose=0).history["Precision"]
+    assert precision == pytest.approx(0.5)
+
+
+class _Rows(keras.metrics.Metric):
+    """How many there were; of padding too, unless the weights are heeded."""
+
+    def __init__(self, heeds):
+        super().__init__(name="rows")
+        self.heeds, self.number = heeds, self.add_weight(name="number", initializer="zeros")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.number.assign_add(ops.sum(sample_weight if self.heeds else ops.ones_like(y_pred)))
+
+    def result(self):
+        return self.number.value
+
+
+@pytest.mark.parametrize("heeds", [False, True])
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}])
+def test_a_metric_of_ones_own_that_counts_padding_is_told_of(heeds, options):
+    x = np.ones((24, 3), "float32")
+    inputs = keras.Input((3,))
+    model = dp.DPModel(inputs, layers.Dense(1, kernel_initializer="ones")(inputs))
+    optimizer = dp.optimizers.DPSGD(0.0, clip_norm=1.0, noise_multiplier=1.0)
+    model.compile(optimizer, "mse", metrics=[_Rows(heeds), "mae"], **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (rows,) = model.fit(dp.data.balls_in_bins((x, x[:, :1]), 8), verbose=0).history["rows"]
+    said = [str(each.message) for each in caught if "counts the rows" in str(each.message)]
+    assert rows == 24 if heeds else rows > 24
+    assert bool(said) != heeds and all("The metric 'rows'" in each for each in said)
 
 
 def test_a_metric_without_rows_is_named():

@@ -41,8 +41,8 @@ from dp_keras_opt.clipping.self_check.synthetic import Synthetic
 #: model. The larger one can be cut into pairs, triples and so on, as code that mixes may do.
 _FEW, _MANY = 3, 18
 
-#: Where counters of steps are put to see what begins late.
-_STEPS = 10**6
+#: Where counters of steps are put to see what begins late, and how many numbers more.
+_STEPS, _COMPARED = 10**6, 8
 
 #: At most so many rows of a large batch, of which code may treat some otherwise than others.
 _LARGE = 256
@@ -107,7 +107,7 @@ def checked_engines(
     eager = model.run_eagerly or tf.config.functions_run_eagerly()
     assignments = with_tapes(state_changes.check_assignments, model, run, batch, eager, show)
     weights = [*model.trainable_variables, *assignments.other]
-    before = state_changes.Snapshot(model, assignments, [*weights, *assignments.counters])
+    before = state_changes.Snapshot(model, assignments, [*weights, *assignments.switches])
     passes = Passes(model, forward, eager)
     synthetic = Synthetic(batch, few, assignments.texts, assignments.compared)
     if per_example_loss is None and isinstance(model.loss, Objective):
@@ -122,9 +122,8 @@ def checked_engines(
             _check_gradients(passes, synthetic, (before, away))
         if is_random:
             _check_loss(model, per_example_loss, passes, wide, before)
-        late = _later(model, assignments)
-        if late is not None and passes.why_not(wide, late) is None:
-            _check_rows(passes, synthetic, batch, wide, (late, late), is_random, most)
+        for states in _later(model, assignments, passes, wide, before):
+            _check_rows(passes, synthetic, batch, wide, states, is_random, most)
         del away  # as large as the model
         engines = engines_for(model, bool(synthetic.open_leaves))
         engines = _right_engines(
@@ -208,16 +207,36 @@ def _elsewhere(model, assignments, weights, before, why_not):
     return before
 
 
-def _later(model, assignments):
-    """The state when counters have come far: what waits for so many steps begins then.
+def _later(model, assignments, passes, batch, before):
+    """Pairs of states that training may come to, by which what waits for them begins.
 
-    Only they are in it; all else stays as the pass before has left it. None without counters.
+    All that is read and not trained, such as counts and flags, is far in one pair, and on; in
+    others it is 0, and off; 1; and what the graph compares with. The second of a pair is a pass on.
     """
-    if not assignments.counters:
-        return None
-    for counter in assignments.counters:
-        counter.assign(tf.cast(min(_STEPS, counter.dtype.max // 2), counter.dtype))
-    return state_changes.Snapshot(model, assignments, assignments.counters)
+    switches = assignments.switches
+    if not switches:
+        return
+    seen = []
+    for value in (_STEPS, 0, 1, *assignments.compared[:_COMPARED]):
+        before.put_back()
+        now = [np.asarray(tf.convert_to_tensor(variable)) for variable in switches]
+        then = [np.full_like(each, _of_dtype(value, each.dtype)) for each in now]
+        if any(all(map(np.array_equal, then, other)) for other in (now, *seen)):
+            continue
+        seen.append(then)
+        for variable, number in zip(switches, then, strict=True):
+            variable.assign(number)
+        state = state_changes.Snapshot(model, assignments, switches)
+        if passes.why_not(batch, state) is None:
+            after = state_changes.Snapshot(model, assignments, switches)
+            yield state, after if passes.why_not(batch, after) is None else state
+
+
+def _of_dtype(value, dtype):
+    """A number as one of this dtype, or the nearest that it has room for."""
+    if tf.as_dtype(dtype).is_integer:
+        value = min(max(value, tf.as_dtype(dtype).min), tf.as_dtype(dtype).max // 2)
+    return np.asarray(value).astype(dtype)
 
 
 def _check_lengths(model, passes, synthetic, wide, states, is_random):
