@@ -226,7 +226,8 @@ class DPModel(keras.Model):
                 )
             raise ValueError(
                 "DPModel.compile needs an optimizer of dp_keras_opt.optimizers, received "
-                f"{optimizer!r}. Wrap a Keras optimizer: DPOptimizer(optimizer, clip_norm=...)."
+                f"{optimizer!r}. Give an object, such as dp_keras_opt.optimizers.DPAdam(1e-3, "
+                "clip_norm=1.0); one of Keras goes into DPOptimizer(optimizer, clip_norm=...)."
             )
         if physical_batch_size is not None:
             whole_number(physical_batch_size, "physical_batch_size")

@@ -243,6 +243,11 @@ def _numbers(path, name, column):
         return np.array(column, np.float64).astype(np.float32)
     except ValueError:
         number, value = next((i, v) for i, v in enumerate(column, 1) if not _is_number(v))
+        if not value.strip():
+            raise FileError(
+                f"{path}: column {name!r} is empty in row {number}. Fill in what is missing, by a "
+                "value that is fixed without looking at the data, or take the column out."
+            ) from None
         raise FileError(
             f"{path}: column {name!r} is not numeric: {value!r} in row {number}. Encode it as "
             "numbers, or take the column out."

@@ -130,7 +130,7 @@ def wrong(optimizer: dp.optimizers.DPSGD, train: dp.data.Batches) -> None:
     dp.accounting.calibrate(optimizer, sampling, 100, "2", 1e-6)  # type: ignore[arg-type]
     dp.accounting.epsilon(optimizer, sampling, 9, 1e-6, "gdp")  # type: ignore[arg-type]
     dp.accounting.epsilon(optimizer, 100, 9, 1e-6)  # type: ignore[arg-type]
-    dp.accounting.epsilon(optimizer, sampling, steps=9)  # type: ignore[call-arg]
+    dp.accounting.epsilon(optimizer, sampling, 9, "1e-6")  # type: ignore[arg-type]
     dp.accounting.Sampling.poisson(100, 10, "add_one")  # type: ignore[arg-type]
     dp.accounting.calibrate(optimizer, [1], epochs=1, epsilon=2.0)  # type: ignore[arg-type]
     dp.accounting.epsilon(object(), sampling, 100, 1e-6)  # type: ignore[arg-type]

@@ -83,8 +83,8 @@ def calibrate(
             on the batch size; the noise covers fewer steps; the budget cannot be met, or is spent
             already.
     """
-    batches, sampling = sampling, _sampling_of(sampling)
-    steps = _number_of_steps(steps, epochs, batches)
+    batches, sampling = sampling, sampling_of(sampling)
+    steps = number_of_steps(steps, epochs, batches)
     num_trainings = whole_number(num_trainings, "num_trainings", 1, "Give how many there are.")
     _check_budget(epsilon)
     optimizer.settle(sampling, steps)
@@ -135,22 +135,31 @@ def planned_segment(
     copy: Any = type(optimizer).from_config(optimizer.get_config())  # type: ignore[attr-defined]
     if copy.noise_multiplier is None:
         calibrate(copy, sampling, steps, epsilon, delta, "rdp")
-    return Ledger.of(copy, _sampling_of(sampling), steps).segments[0]
+    return Ledger.of(copy, sampling_of(sampling), steps).segments[0]
 
 
-def _sampling_of(batches) -> Sampling:
-    sampling = getattr(batches, "sampling", batches)
+def sampling_of(batches: Sampling | SampledBatches) -> Sampling:
+    """The `Sampling` of batches, or the one that is given.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    sampling: Any = getattr(batches, "sampling", batches)
     need_sampling(sampling)
     return sampling
 
 
-def _number_of_steps(steps, epochs, batches):
-    """The number of steps, where one of the two is given; a pass is that of batches or sampling."""
+def number_of_steps(steps: int | None, epochs: int | None, batches: Any, at_least: int = 1) -> int:
+    """The number of steps, where one of the two is given; a pass is that of batches or sampling.
+
+    Raises:
+        ValueError: none or both are given, or the length of a pass is not known.
+    """
     if (steps is None) == (epochs is None):
         raise ValueError("Give steps or epochs, and not both.")
     if epochs is None:
-        return whole_number(steps, "steps", 1, "Give the number of training steps.")
-    epochs = whole_number(epochs, "epochs", 1, "Give the number of passes over the data.")
+        return whole_number(steps, "steps", at_least, "Give the number of training steps.")
+    epochs = whole_number(epochs, "epochs", at_least, "Give the number of passes over the data.")
     if batches.steps_per_epoch is None:
         raise ValueError(
             f"epochs={epochs} is no number of steps: these batches have no known length. Give "
@@ -319,7 +328,7 @@ def affordable_batch_size(
     Raises:
         ValueError: an argument is out of range; not even batches of one meet the budget.
     """
-    _number_of_steps(steps, epochs, sampling)
+    number_of_steps(steps, epochs, sampling)
     if sampling.takes_all:
         raise ValueError("Full batches have no size to choose. Use another kind of sampling.")
     if sampling.batch_sizes is not None:
@@ -332,7 +341,7 @@ def affordable_batch_size(
     def meets(size):
         sampled = dataclasses.replace(sampling, batch_size=size)
         resized = type(optimizer).from_config({**optimizer.get_config(), "batch_size": size})
-        count = _number_of_steps(steps, epochs, sampled)
+        count = number_of_steps(steps, epochs, sampled)
         return Ledger.of(resized, sampled, count).epsilon(delta, accountant) <= epsilon
 
     most = sampling.num_examples // sampling.groups

@@ -164,7 +164,7 @@ def _public_mean(query, groups, rows, shares, variables):
 def _norms(query, groups, units):
     """(the norms by group, which units have finite ones and a finite loss), each (units,)."""
     norms = norms_by_group(query, units.gradients, groups, tf.shape(units.losses)[0])
-    return norms, tf.reduce_all(tf.math.is_finite([units.losses, *norms]), axis=0)
+    return norms, tf.reduce_all([tf.math.is_finite(v) for v in (units.losses, *norms)], axis=0)
 
 
 def _weighted_sum(query, gradients, weights, finite, variables):

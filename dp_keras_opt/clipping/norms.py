@@ -43,6 +43,9 @@ def per_example_norms(
     Returns:
         float32 array of one norm per row (per user; 0 for one who is all padding); NaN or infinite
         where the gradient is.
+
+    Raises:
+        TypeError: `batch` is something else.
     """
     (norms,), _ = _norms(model, batch, UNCLIPPED._replace(norm=norm, scale=scale), batch_size)
     return norms
@@ -83,6 +86,12 @@ def _norms(model, batch, query, batch_size):
     Returns:
         (norms, valid): (groups, units), and which of the units a step counts, boolean (units,).
     """
+    is_batch = isinstance(batch, tuple | list) and 2 <= len(batch) <= len(Batch._fields)
+    if not is_batch or not all(hasattr(leaf, "shape") for leaf in tree.flatten(tuple(batch[:2]))):
+        raise TypeError(
+            "`batch` must be arrays (x, y) or (x, y, sample_weight) with a row for each example; "
+            f"received a {type(batch).__name__}."
+        )
     batch = Batch(*batch)
     if batch.mask is not None:
         batch = batch._replace(mask=tf.cast(batch.mask, tf.bool))

@@ -132,13 +132,17 @@ def _is_numbers_or_strings(array):
     return array.dtype.kind not in "mM"
 
 
+_BY_A_SAMPLER = "or have a sampler do it, by buckets=dp_keras_opt.data.Buckets(longest)"
+
+
 def _described(value, array):
     """What stands in the place of an array, and what to do about it where that is known."""
     kind = type(value).__name__
     if array.ndim == 2 and hasattr(value, "columns"):
         return (
-            f"a {kind} whose columns are of several types. Give its columns apart, as dict(df), "
-            "for a model with an input for each."
+            f"a {kind} whose columns are of several types. Make one matrix of it, as by "
+            "df.astype('float32'); or, for a model with an input for each column, give these "
+            "apart, as dict(df)."
         )
     if array.dtype.kind in "mM":
         return f"{kind} of dates or durations. Make numbers of them."
@@ -146,10 +150,17 @@ def _described(value, array):
         odd = next(v for v in array.flat if not isinstance(v, str | bytes))
         return (
             f"{kind} of objects, among them {odd!r}. Fill in what is missing, and pad what is of "
-            "several lengths."
+            f"several lengths, {_BY_A_SAMPLER}."
         )
+    if isinstance(value, tf.RaggedTensor):
+        return f"{kind}. Pad it, {_BY_A_SAMPLER}."
+    if hasattr(value, "toarray"):  # of SciPy
+        return f"{kind}. Make it dense: {kind}.toarray()."
     if array.ndim == 0 and isinstance(value, numbers.Number | str | bytes):
-        return f"{kind}. A list is a structure of arrays; for one array, np.array(list)."
+        return (
+            f"{kind}. A list is a structure of arrays; for one array, np.array(list), and "
+            f"tf.ragged.constant(list) of several lengths, which are padded, {_BY_A_SAMPLER}."
+        )
     return kind
 
 

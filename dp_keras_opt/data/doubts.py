@@ -19,8 +19,13 @@ def refuse_copies(data: Any) -> None:
     What is copied otherwise cannot be seen.
 
     Raises:
-        ValueError: it is such data.
+        ValueError: it is such data, or several data sets under their names.
     """
+    if type(data).__module__.startswith("datasets.") and isinstance(data, dict):
+        raise ValueError(
+            f"`data`, a {type(data).__name__}, has several parts: {list(data)}. Give one of them, "
+            "such as data['train']."
+        )
     if _is_repeated(data):
         raise ValueError(
             f"`data`, a {type(data).__name__}, has its examples several times, by `repeat` or by "

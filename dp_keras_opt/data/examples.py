@@ -14,7 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from dp_keras_opt.checks import whole_number
-from dp_keras_opt.data import arrays, buckets, doubts, ending, failures, held, mapping, reading
+from dp_keras_opt.data import (
+    arrays,
+    buckets,
+    doubts,
+    ending,
+    failures,
+    fresh_randomness,
+    held,
+    mapping,
+    reading,
+)
 from dp_keras_opt.data.sources import stacking
 from dp_keras_opt.data.sources.columns import Columns, OnDisk
 from dp_keras_opt.data.sources.opening import as_source
@@ -156,6 +166,8 @@ class FromSource:
         for place in places:
             try:
                 yield place, self._read(np.array([place]))
+            except fresh_randomness.NotTraced:  # no matter of this record
+                raise
             except Exception as error:
                 if not self._skips:
                     raise _unreadable(place, error) from error
@@ -280,6 +292,8 @@ class FromSource:
         for row, place in enumerate(places):
             try:
                 rows = self._read(places[row : row + 1])
+            except fresh_randomness.NotTraced:
+                raise
             except Exception as own:
                 if not self._skips:
                     raise _unreadable(place, own) from own
@@ -478,10 +492,11 @@ def _changed(change, rows):
 
 
 def _unreadable(place, error):
+    why = f"{type(error).__name__}: {error}".rstrip(".")
     return ValueError(
-        f"Record {place} of `data` cannot be read: {type(error).__name__}: {error}. Mend it or "
-        "leave it out; or, with skip_unreadable=True, it counts as an example that contributes "
-        "nothing, and batches.unreadable tells."
+        f"Record {place} of `data` cannot be read: {why}. Mend it or leave it out; or, with "
+        "skip_unreadable=True, it counts as an example that contributes nothing, and "
+        "batches.unreadable tells."
     )
 
 

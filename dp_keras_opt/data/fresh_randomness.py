@@ -27,6 +27,10 @@ _inside = 0
 _kept: Any = None
 
 
+class NotTraced(ValueError):
+    """A function of an example fails, whatever the example is."""
+
+
 def traced(function: Callable[..., Any], *specs: Any) -> Any:
     """The concrete function that TensorFlow traces, whose random numbers are from fresh seeds.
 
@@ -34,6 +38,7 @@ def traced(function: Callable[..., Any], *specs: Any) -> Any:
     anew.
 
     Raises:
+        NotTraced: it raises an error.
         ValueError: it calls a function that was traced before, with another seed.
     """
     seed = 1 + secrets.randbelow(2**31 - 2)
@@ -42,7 +47,16 @@ def traced(function: Callable[..., Any], *specs: Any) -> Any:
         tf.compat.v1.set_random_seed(seed)  # of the graph, and of those within it
         return function(*arguments)
 
-    found = tf.function(seeded).get_concrete_function(*specs)
+    try:
+        found = tf.function(seeded).get_concrete_function(*specs)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".strip().rstrip(".")
+        raise NotTraced(
+            f"The function of an example failed when TensorFlow traced it: {why}. It is given one "
+            "example, without the dimension of the batch, as tensors. What needs values, as a "
+            "tokenizer in Python does, goes into map=dp_keras_opt.data.PythonFunction(function) "
+            "of a sampler."
+        ) from error
     known = [node.name for node in nodes(found.graph) if _seed_of(node) not in (None, seed)]
     if known:
         raise ValueError(

@@ -165,6 +165,14 @@ class Traced:
         return Traced(both)
 
     def __call__(self, rows):
+        if isinstance(rows, dict):
+            dates = [name for name, column in rows.items() if column.dtype.kind in "mM"]
+            if dates:
+                raise fresh_randomness.NotTraced(
+                    f"The columns {dates} have dates or durations, of which TensorFlow has no "
+                    "type. Make numbers of them, leave them out of the data, or give map as a "
+                    "dp_keras_opt.data.PythonFunction, which reads them."
+                )
         flat = [_tensor(array) for array in tf.nest.flatten(rows)]
         with tf.device("CPU:0"):
             compiled, form = self._of_form(rows, flat)
@@ -361,7 +369,7 @@ def _of_new(tensor):
     if tensor.shape.is_fully_defined():
         return tf.TensorSpec(tensor.shape, tensor.dtype)
     if tensor.shape.rank is None:
-        raise ValueError(
+        raise fresh_randomness.NotTraced(
             "The function of `map` gives a tensor whose number of dimensions TensorFlow cannot "
             "tell. Name its shape with tf.ensure_shape."
         )

@@ -346,8 +346,9 @@ class PrivateOptimizer(UpdatesOnce):
         """
         if self.batch_size is None:
             raise ValueError(
-                "batch_size is not set. Pass it (the expected number of examples in a batch), or "
-                "train with batches of dp_keras_opt.data, which know theirs."
+                "The optimizer's batch_size is not set. Pass it to the optimizer (the expected "
+                "number of examples in a batch), or train with batches of dp_keras_opt.data, which "
+                "know theirs."
             )
         for part in (self.noise, self.noise_schedule):
             if part.is_open:

@@ -69,9 +69,10 @@ class CheckedEngines:
         """
         # Attributes may have changed since the check. What somebody else has written is checked
         # whenever it is traced, and by what can be seen where it runs eagerly in each step.
-        if self._identity and (tf.executing_eagerly() or not self._is_fresh):
+        eager = tf.executing_eagerly()
+        if self._identity and (eager or not self._is_fresh):
             objective = self._objective(model)
-            if not tf.executing_eagerly():
+            if not eager:
                 changed = not self._identity.is_that_of(model, objective)
             elif (changed := self._identity.changed(model, objective)) and model.run_eagerly:
                 warnings.warn(

@@ -141,9 +141,13 @@ class _Unreduced:
         )
         values = tf.convert_to_tensor(self.loss.call(y_true, y_pred))
         if values.shape.rank == 0:
+            advice = "Return one value per example, without the mean."
+            if getattr(self.loss, "axis", 0) is None:  # as of Keras's Dice and Tversky
+                axes = ", ".join(map(str, range(1, len(y_pred.shape)))) + ","
+                advice = f"Pass axis=({axes}) to it: all axes but that of the batch."
             raise ValueError(
                 f"The loss '{self.loss.name}' reduces over the batch, so that one example's loss "
-                "depends on the others. Return one value per example, without the mean."
+                f"depends on the others. {advice}"
             )
         if mask is not None:
             values = of_unmasked(values, mask)

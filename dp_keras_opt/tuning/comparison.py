@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
 import os
 import statistics
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class Comparison:
 def compare(
     task: Task,
     candidates: Sequence[str | Candidate] | None = None,
-    epsilons: Sequence[float] = (1.0, 3.0, 8.0),
+    epsilons: float | Sequence[float] = (1.0, 3.0, 8.0),
     delta: float = 1e-6,
     *,
     trials: int = 5,
@@ -108,7 +109,7 @@ def compare(
         task: a `Task` with a `test` part.
         candidates: names of `CANDIDATES`, or `Candidate` objects; by default, all those that the
             task has the data for, and whose epochs or rounds of groups are no longer than a run.
-        epsilons: the budgets, each for one run.
+        epsilons: the budget, or several, each for one run.
         delta: their δ.
         trials: settings to try for each hyper-parameter: two have twice as many. 1 takes the middle
             of the space.
@@ -137,7 +138,8 @@ def compare(
     task = dataclasses.replace(task, build=_unspent(task.build))
     task.build()  # before any run
     candidates = _resolved(candidates, task)
-    epsilons = [float(epsilon) for epsilon in epsilons]
+    several = [epsilons] if isinstance(epsilons, numbers.Real) else epsilons
+    epsilons = [float(epsilon) for epsilon in several]  # type: ignore[union-attr]
     searches = epsilons if search_at is None else [float(search_at)]
     runner = _Runner(task, name, delta, accountant, results)
     tried = {each.name: _settings(each, trials) for each in candidates}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+import dp_keras_opt as dp
 from dp_keras_opt import accounting
 from dp_keras_opt.accounting import Sampling
 from dp_keras_opt.accounting.accountant import make_accountant
@@ -253,6 +254,25 @@ def test_refuses_what_releases_nothing_or_nonsense(gaussians):
     for multiplier in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="must be numbers >= 0"):
             step_event(gaussians(multiplier), "zero_out")
+
+
+def test_batches_and_epochs(make_optimizer):
+    """As `calibrate` takes them."""
+    rows = np.zeros((60, 2), "float32")
+    batches = dp.data.poisson_batches((rows, rows), 10)
+    optimizer = make_optimizer(1.0, batch_size=10)
+    expected = accounting.epsilon(optimizer, batches.sampling, 12, DELTA)
+    for either in (batches, batches.sampling):
+        assert accounting.epsilon(optimizer, either, epochs=2, delta=DELTA) == expected
+        text = accounting.statement(optimizer, either, epochs=2, delta=DELTA)
+        assert text == accounting.statement(optimizer, batches.sampling, 12, DELTA)
+    for function in (accounting.epsilon, accounting.statement):
+        with pytest.raises(ValueError, match="Give steps or epochs, and not both"):
+            function(optimizer, batches, 12, DELTA, epochs=2)
+        with pytest.raises(ValueError, match="Give steps or epochs, and not both"):
+            function(optimizer, batches, delta=DELTA)
+        with pytest.raises(ValueError, match="delta must be a number"):
+            function(optimizer, batches, 12)
 
 
 def test_refuses_steps(make_optimizer):

@@ -771,7 +771,7 @@ FEATURES = {"features": ["x:2:float32", "y::float32"]}
         ("a.csv", _text("a,b\n1,2\n"), {}, "--target NAME"),
         ("a.csv", _text("a,b\n1,2\n"), {"target": "c"}, "its header is a, b"),
         ("a.csv", _text("a,b,c\n1,x,z\n"), {"target": "a"}, "'b' is not numeric: 'x' in row 1"),
-        ("a.csv", _text("a,b\n1,2\n3,\n"), {"target": "a"}, "'b' is not numeric: '' in row 2"),
+        ("a.csv", _text("a,b\n1,2\n3,\n"), {"target": "a"}, "'b' is empty in row 2"),
         ("a.csv", _text("a,b\n1,2,3\n"), {"target": "a"}, "row 1 has 3 fields"),
         ("a.csv", _text("a,a\n1,2\n"), {"target": "a"}, "different names"),
         ("a.csv", _text("a,b\n"), {"target": "a"}, "it has 0 rows"),

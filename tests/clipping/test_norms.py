@@ -102,6 +102,33 @@ def test_the_clip_fraction_is_in_the_optimizers_geometry_and_counts_users():
     assert fraction(of_users, float(users[:2].mean())) == 0.5  # who is all padding is nobody
 
 
+@pytest.mark.parametrize(
+    "batch, found",
+    [
+        (lambda x, y: dp.data.poisson_batches((x, y), 3), "Batches"),
+        (lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(3), "BatchDataset"),
+        (lambda x, y: x, "ndarray"),
+        (lambda x, y: (x.tolist(), y.tolist()), "tuple"),
+        (lambda x, y: (x,), "tuple"),
+    ],
+)
+def test_norms_are_of_arrays(batch, found):
+    _, model, x, y = _model()
+    with pytest.raises(TypeError, match=f"must be arrays .x, y..*received a .*{found}.$"):
+        dp.clipping.per_example_norms(model, batch(x, y))
+
+
+def test_losses_of_another_precision():
+    """As after `keras.config.set_floatx("float64")`."""
+    inputs = keras.Input((4,), dtype="float64")
+    model = dp.DPModel(inputs, layers.Dense(1, dtype="float64")(inputs))
+    optimizer = dp.optimizers.DPSGD(0.1, clip_norm=1.0, batch_size=4, noise_multiplier=1.0)
+    loss = keras.losses.MeanSquaredError(dtype="float64")
+    model.compile(optimizer, loss)
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+    assert model.ledger.steps == 2
+
+
 def test_the_clip_fraction_of_nobody():
     _, model, x, y = _model()
     x[1] = np.nan

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 
 import keras
 import numpy as np
@@ -120,6 +121,61 @@ def test_fit_and_loops_raise_what_was_raised(make, tmp_path):
     assert caught.value.__suppress_context__ or caught.value.__cause__ is not None
     assert model.ledger.steps == 1 and int(model.optimizer.iterations) == 0
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+def _undefined(x, y):
+    return x + undefined, y  # noqa: F821
+
+
+def _of_several(x, y):
+    return keras.Sequential([keras.layers.RandomFlip()])(x[None, None], training=True)[0, 0, 0], y
+
+
+def _of_no_shape(x, y):
+    return tf.numpy_function(lambda a: a, [x], tf.float32), y
+
+
+def _of_values(x, y):
+    return x.numpy(), y
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (_undefined, "NameError: name 'undefined' is not defined"),
+        (_of_several, "ValueError.*"),
+        (_of_no_shape, r"number of dimensions.*tf.ensure_shape\.$"),
+        (_of_values, "Error.*PythonFunction"),
+    ],
+)
+def test_a_map_that_fails_is_not_taken_for_a_record(function, said, skips):
+    with pytest.raises(ValueError, match=re.compile(said, re.S)) as caught:
+        dp.data.poisson_batches((X, Y), 5, map=function, skip_unreadable=skips)
+    message = str(caught.value)
+    assert "Record" not in message and "skip_unreadable" not in message and ".." not in message
+    if function is not _of_no_shape:
+        assert "It is given one example, without the dimension of the batch" in message
+
+
+def test_a_map_of_batches_that_fails_says_what_it_is_given():
+    batches = dp.data.poisson_batches((X, Y), 5)
+    with pytest.raises(ValueError, match="one example, without the dimension of the batch"):
+        batches.map(_undefined)
+
+
+def test_columns_of_dates_are_named():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"a": X[:, 0], "day": pd.date_range("2020", periods=len(X)), "y": Y[:, 0]})
+
+    def pick(row):
+        return row["a"][None], row["y"][None]
+
+    with pytest.raises(ValueError, match=r"columns \['day'\] have dates.*PythonFunction"):
+        dp.data.poisson_batches(frame, 5, map=pick)
+    batches = dp.data.poisson_batches(frame, 5, map=dp.data.PythonFunction(pick))
+    assert next(iter(batches))[0].shape[1] == 1
+    dp.data.poisson_batches(frame.drop(columns="day"), 5, map=pick)
 
 
 def test_an_error_between_two_steps_counts_the_steps_that_ran():

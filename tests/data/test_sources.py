@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 import dp_keras_opt as dp
@@ -140,16 +141,26 @@ class Frame:
 @pytest.mark.parametrize(
     "x, match",
     [
-        (Frame(), r"a Frame whose columns are of several types.*dict\(df\)"),
+        (Frame(), r"a Frame whose columns are of several types.*astype.*dict\(df\)"),
+        (tf.ragged.constant([[1.0], [2.0, 3.0]] * (N // 2)), "RaggedTensor. Pad it, or.*buckets="),
+        (scipy.sparse.csr_matrix(np.eye(N)), r"csr_matrix. Make it dense: csr_matrix.toarray\(\)"),
+        ([[1.0], [2.0, 3.0]] * (N // 2), r"A list is.*tf.ragged.constant\(list\).*buckets="),
         (np.array(["2020-01-01"] * N, "datetime64[D]"), "ndarray of dates or durations"),
         (np.array(["a", None] * (N // 2), object), "ndarray of objects, among them None"),
         ([1.0, 2.0], r"Received: float. A list is a structure of arrays.*np.array\(list\)"),
     ],
-    ids=["frame", "dates", "missing", "list"],
+    ids=["frame", "ragged", "sparse", "lists", "dates", "missing", "list"],
 )
 def test_arrays_of_what_cannot_be_trained_on(x, match):
     with pytest.raises(TypeError, match=f"`x` must be a dense array.*{match}"):
         poisson_batches((x, Y), B)
+
+
+def test_several_data_sets_under_their_names_are_no_examples():
+    datasets = pytest.importorskip("datasets")
+    parts = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": X, "y": Y})})
+    with pytest.raises(ValueError, match=r"several parts: \['train'\].*data\['train'\]"):
+        poisson_batches(parts, B, map=lambda row: (row["x"], row["y"]))
 
 
 @pytest.mark.parametrize("shape", [(N, 3), (N, 1)])

@@ -288,6 +288,8 @@ class _ReducesToScalar(keras.losses.Loss):
         (_OverridesCall(), "_OverridesCall overrides `__call__`"),
         (_ReducesToScalar(), "reduces over the batch.*one value per example"),
         (lambda y, y_pred: ops.mean(y - y_pred), "reduces over the batch.*one value per example"),
+        (keras.losses.Dice(), r"'dice' reduces over the batch.*Pass axis=\(1,\) to it"),
+        (keras.losses.Tversky(), r"'tversky' reduces over the batch.*Pass axis=\(1,\) to it"),
         (
             lambda y, y_pred: ops.mean(ops.square(y - y_pred), axis=0),
             "The loss mixes the examples.*one value per example",
@@ -305,7 +307,17 @@ class _ReducesToScalar(keras.losses.Loss):
             "The loss mixes the examples",
         ),
     ],
-    ids=["__call__", "scalar", "function", "axis 0", "keepdims", "contrast", "by the targets"],
+    ids=[
+        "__call__",
+        "scalar",
+        "function",
+        "dice",
+        "tversky",
+        "axis 0",
+        "keepdims",
+        "contrast",
+        "by the targets",
+    ],
 )
 def test_losses_over_the_batch_are_refused(loss, words):
     inputs = keras.Input((3,))
@@ -447,7 +459,8 @@ class _Rows(keras.metrics.Metric):
         self.heeds, self.number = heeds, self.add_weight(name="number", initializer="zeros")
 
     def update_state(self, y, y_pred, sample_weight=None):
-        self.number.assign_add(ops.sum(sample_weight if self.heeds else ops.ones_like(y_pred)))
+        heeded = self.heeds and sample_weight is not None
+        self.number.assign_add(ops.sum(sample_weight if heeded else ops.ones_like(y_pred)))
 
     def result(self):
         return self.number.value

@@ -68,7 +68,7 @@ def test_texts_are_scored(dtype, is_column):
 
     parts = [(words[cut], y[cut]) for cut in (slice(200), slice(200, 300), slice(300, None))]
     task = dp.tuning.Task(build, *parts[:2], "mse", batch_size=40, steps=5, test=parts[2])
-    compared = dp.tuning.compare(task, [SGD], [3.0], DELTA, trials=1, seeds=1, verbose=0)
+    compared = dp.tuning.compare(task, [SGD], 3.0, DELTA, trials=1, seeds=1, verbose=0)
     assert all(np.isfinite(row["score"]) for row in compared.rows)
 
 
