@@ -45,6 +45,9 @@ _DRAWS = {
     "StatefulUniformFullInt",
     "StatefulUniformInt",
 }
+#: Whole numbers in a variable that may switch something; a kernel of int8 has more.
+_SWITCHES = 2**10
+
 #: What Python code raises that needs values and is given symbolic tensors.
 _NEEDS_VALUES = (AttributeError, RuntimeError, TypeError, ValueError, tf.errors.OpError)
 
@@ -217,9 +220,9 @@ def _numbers(model):
 
 
 def _may_switch(variable):
-    dtype = tf.as_dtype(variable.dtype)
-    is_single = variable.shape.num_elements() == 1
-    return dtype.is_bool or dtype.is_integer or (dtype.is_floating and is_single)
+    dtype, size = tf.as_dtype(variable.dtype), variable.shape.num_elements() or 0
+    is_whole = dtype.is_bool or dtype.is_integer
+    return size <= _SWITCHES if is_whole else dtype.is_floating and size == 1
 
 
 def _handles(variable):
