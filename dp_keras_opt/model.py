@@ -105,6 +105,17 @@ class DPModel(keras.Model):
         self._ledger_state = _LedgerState(self)  # tracked, for tf.train.Checkpoint
         self._step.engines.ignored = frozenset(vars(self)) - own  # what every model has
 
+    def __reduce__(self):
+        path = self.ledger.path
+        if path is not None:
+            warnings.warn(
+                f"The ledger of this model is in a file, {path}, and that of a copy is not: what "
+                "the copy spends, as in another process, is in no file. Assign it a ledger with a "
+                "file of its own, and merge them.",
+                stacklevel=2,
+            )
+        return super().__reduce__()
+
     # What is known of the privacy of the weights.
 
     @property

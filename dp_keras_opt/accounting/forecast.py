@@ -76,5 +76,5 @@ def statement(
 
 
 def _planned(optimizer, sampling, steps, epochs):
-    steps = number_of_steps(steps, epochs, sampling, at_least=0)
-    return Ledger.of(optimizer, sampling_of(sampling), steps)
+    batches, sampling = sampling, sampling_of(sampling)
+    return Ledger.of(optimizer, sampling, number_of_steps(steps, epochs, batches, at_least=0))

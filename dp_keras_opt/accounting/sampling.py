@@ -469,12 +469,13 @@ class Passes:
 
     Attributes:
         begun: how many.
+        handed: how many batches a loop over the `Batches` was given, in all of them.
         next_step: the step of the training that the next pass begins with, as the model says.
         first_step: the one that the last pass began with.
     """
 
     def __init__(self) -> None:
-        self.begun = self.next_step = self.first_step = 0
+        self.begun = self.handed = self.next_step = self.first_step = 0
 
     def begin(self) -> int:
         """Begins a pass, and returns its first step."""

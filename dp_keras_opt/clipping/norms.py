@@ -34,8 +34,9 @@ def per_example_norms(
 
     Args:
         model: a compiled `DPModel`.
-        batch: a tuple (x, y) or (x, y, sample_weight) of arrays with one row per example; or, for
-            the norms of users' gradients, a `clipping.Batch` whose mask is (users, K).
+        batch: a tuple (x, y) or (x, y, sample_weight) of arrays with one row per example; a batch
+            of a sampler; or, for the norms of users' gradients, a `clipping.Batch` whose mask is
+            (users, K).
         norm: "l2" or "l1".
         scale: None, or the diagonal geometry, one array per trainable variable.
         batch_size: how many rows to process at once; no user is cut in two.
@@ -86,13 +87,7 @@ def _norms(model, batch, query, batch_size):
     Returns:
         (norms, valid): (groups, units), and which of the units a step counts, boolean (units,).
     """
-    is_batch = isinstance(batch, tuple | list) and 2 <= len(batch) <= len(Batch._fields)
-    if not is_batch or not all(hasattr(leaf, "shape") for leaf in tree.flatten(tuple(batch[:2]))):
-        raise TypeError(
-            "`batch` must be arrays (x, y) or (x, y, sample_weight) with a row for each example; "
-            f"received a {type(batch).__name__}."
-        )
-    batch = Batch(*batch)
+    batch = _batch_of(batch)
     if batch.mask is not None:
         batch = batch._replace(mask=tf.cast(batch.mask, tf.bool))
     per_unit = batch.rows_per_user or 1
@@ -112,6 +107,19 @@ def _norms(model, batch, query, batch_size):
         norms.append(np.stack(norms_by_group(query, seen, groups, count)))
         valid.append(units.valid.numpy())
     return np.concatenate(norms, axis=1), np.concatenate(valid)
+
+
+def _batch_of(batch):
+    if isinstance(batch, tuple | list) and 2 <= len(batch) <= len(Batch._fields):
+        x, y, *rest = batch
+        if rest and hasattr(rest[0], "mask"):  # of a sampler
+            rest = [rest[0].sample_weight, rest[0].mask, rest[0].public]
+        if all(leaf is None or len(getattr(leaf, "shape", ())) for leaf in tree.flatten((x, y))):
+            return Batch(x, y, *rest)
+    raise TypeError(
+        "`batch` must be arrays (x, y) or (x, y, sample_weight) with a row for each example; "
+        f"received a {type(batch).__name__}."
+    )
 
 
 def _part(batch, start, stop, per_unit):

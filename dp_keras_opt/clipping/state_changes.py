@@ -17,8 +17,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dp_keras_opt._keras import layers_of, own_metrics, own_states, seed_generators, value_of
+from dp_keras_opt._keras import (
+    layers_of,
+    own_metrics,
+    own_states,
+    own_weights,
+    seed_generators,
+    value_of,
+)
 from dp_keras_opt.clipping.graphs import PYTHON, compared, constants, current_graph, functions
+from dp_keras_opt.clipping.identity import is_of_libraries
 
 #: Operations that take a resource and leave it as it is.
 _READS = {
@@ -45,8 +53,8 @@ _DRAWS = {
     "StatefulUniformFullInt",
     "StatefulUniformInt",
 }
-#: Whole numbers in a variable that may switch something; a kernel of int8 has more.
-_SWITCHES = 2**10
+#: Numbers in a variable that may switch something; kernels have more.
+_SWITCHES = 2**12
 
 #: What Python code raises that needs values and is given symbolic tensors.
 _NEEDS_VALUES = (AttributeError, RuntimeError, TypeError, ValueError, tf.errors.OpError)
@@ -62,8 +70,8 @@ class Assignments(NamedTuple):
         hidden: variables of layers that other code may change, where it does not.
         moving: variables, metrics apart, that every pass moves on, such as seeds and counters.
         other: numbers, besides weights that are trained or frozen, that the pass may depend on.
-        switches: whole numbers, truth values and single numbers that it reads and does not train,
-            such as a count of steps.
+        switches: small variables of somebody's own code that it reads and does not train, such as
+            a count of steps.
         texts: short strings that stand in it, such as separators of words.
         compared: single numbers that it tests others for equality with, such as ids of words.
     """
@@ -162,6 +170,7 @@ def check_assignments(
     moving = {id(v): v for v in (*seeds(model), *moved)}  # an engine may move more seeds on
     numbers = [*_numbers(model), *(v for v in further if v.dtype.is_floating)]
     fixed = free | {id(h) for v in model.trainable_variables for h in _handles(v)}
+    fixed.update(id(h) for v in _of_libraries(model) for h in _handles(v))
     switches = [v for v in read if id(v.handle) not in fixed and _may_switch(v)]
     return Assignments(
         changed, complete, hidden, list(moving.values()), numbers, switches, constants(graph),
@@ -219,10 +228,15 @@ def _numbers(model):
     return [v for v in states if tf.as_dtype(v.dtype).is_floating]
 
 
+def _of_libraries(model):
+    """Weights of layers that are no code of somebody's own, which make no switches of them."""
+    return [v for layer in layers_of(model) if is_of_libraries(layer) for v in own_weights(layer)]
+
+
 def _may_switch(variable):
-    dtype, size = tf.as_dtype(variable.dtype), variable.shape.num_elements() or 0
-    is_whole = dtype.is_bool or dtype.is_integer
-    return size <= _SWITCHES if is_whole else dtype.is_floating and size == 1
+    dtype = tf.as_dtype(variable.dtype)
+    is_number = dtype.is_bool or dtype.is_integer or dtype.is_floating
+    return is_number and (variable.shape.num_elements() or 0) <= _SWITCHES
 
 
 def _handles(variable):

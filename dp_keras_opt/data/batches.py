@@ -147,12 +147,14 @@ class Batches:
         return dict(getattr(self.examples, "unreadable", {}))
 
     def __iter__(self) -> Iterator[Any]:
-        # A sampler counts its passes itself, whoever reads its data.
-        passes = self.sampling.passes if self.examples is None else None
+        passes = self.sampling.passes
+        counted = self.examples is None  # a sampler counts its passes itself, whoever reads them
         with failures.as_raised():
             for number, batch in enumerate(self.dataset):
-                if passes and number % self.sampling.period == 0:
+                if passes and counted and number % self.sampling.period == 0:
                     passes.begin()
+                if passes:
+                    passes.handed += 1
                 yield batch
 
     def __len__(self) -> int:

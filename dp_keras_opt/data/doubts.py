@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dp_keras_opt.clipping.graphs import nodes
 from dp_keras_opt.data.sources.stacking import without_lists
 
 
@@ -85,24 +86,45 @@ def is_reshuffled(data: Any) -> bool:
         return moves != (plain.on_epoch_begin, plain.on_epoch_end)
     if isinstance(data, tf.data.Dataset):
         return data.options().deterministic is False or _is_reshuffled(data)
-    return "Random" in type(getattr(data, "sampler", None)).__name__  # of a DataLoader of PyTorch
+    if type(data).__module__.partition(".")[0] == "grain":
+        return _is_shuffled_by_grain(data)
+    sampler = getattr(data, "sampler", None)  # of a DataLoader of PyTorch
+    inner = getattr(getattr(data, "batch_sampler", None), "sampler", None)
+    return any("Random" in type(each).__name__ for each in (sampler, inner))
 
 
 def _is_reshuffled(data):
     kind = type(data).__name__
     if "CacheDataset" in kind:
         return False
-    anew = "ShuffleDataset" in kind and getattr(data, "_reshuffle_each_iteration", True)
-    return bool(anew) or _is_raced(data, kind) or any(map(_is_reshuffled, data._inputs()))
+    if "ShuffleDataset" in kind and getattr(data, "_reshuffle_each_iteration", True):
+        return True
+    if getattr(data, "_deterministic", None) == "false":  # what is ready first, comes first
+        return True
+    parts = [node for each in data._functions() for node in nodes(each.function.graph)]
+    if "ParallelInterleave" in kind:  # which keeps it in its operation alone
+        parts += tf.compat.v1.GraphDef.FromString(data._as_serialized_graph().numpy()).node
+    return any(map(_reshuffles, parts)) or any(map(_is_reshuffled, data._inputs()))
 
 
-def _is_raced(data, kind):
-    """Whether of its elements that comes first which is ready first."""
-    if "ParallelInterleave" not in kind:
-        return getattr(data, "_deterministic", None) == "false"
-    graph = tf.compat.v1.GraphDef.FromString(data._as_serialized_graph().numpy())  # kept only there
-    nodes = (node for node in graph.node if node.op.startswith("ParallelInterleave"))
-    return any(node.attr["deterministic"].s == b"false" for node in nodes)
+def _reshuffles(node):
+    """Whether a node of a graph is a data set that comes in another order each time."""
+    anew = "reshuffle_each_iteration" in node.attr and node.attr["reshuffle_each_iteration"].b
+    return anew or node.attr["deterministic"].s == b"false"
+
+
+def _is_shuffled_by_grain(data):
+    """Whether it is both shuffled and repeated: each repetition is shuffled anew."""
+    sampler = getattr(data, "_sampler", None)
+    if getattr(sampler, "_shuffle", False):
+        return getattr(sampler, "_num_epochs", None) != 1
+    names = _names(data)
+    return any("Shuffle" in name for name in names) and any("Repeat" in name for name in names)
+
+
+def _names(data):
+    parents = getattr(data, "parents", ())
+    return [type(data).__name__, *(name for parent in parents for name in _names(parent))]
 
 
 def warn_of_batches(data: Any) -> None:

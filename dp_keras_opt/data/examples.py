@@ -166,12 +166,22 @@ class FromSource:
         for place in places:
             try:
                 yield place, self._read(np.array([place]))
-            except fresh_randomness.NotTraced:  # no matter of this record
-                raise
             except Exception as error:
+                if isinstance(error, fresh_randomness.NotTraced) and not self._can_be_traced():
+                    raise  # no matter of this record
                 if not self._skips:
                     raise _unreadable(place, error) from error
                 self.unreadable[int(place)] = f"{type(error).__name__}: {error}"
+
+    def _can_be_traced(self):
+        """Whether `map` can, of some record: each form of them is traced by itself."""
+        for place in self._spread():
+            try:
+                self._read(np.array([place]))
+            except Exception:
+                continue
+            return True
+        return False
 
     def _spread(self):
         """Places of a few examples, the same for all who have as many."""
@@ -292,8 +302,6 @@ class FromSource:
         for row, place in enumerate(places):
             try:
                 rows = self._read(places[row : row + 1])
-            except fresh_randomness.NotTraced:
-                raise
             except Exception as own:
                 if not self._skips:
                     raise _unreadable(place, own) from own

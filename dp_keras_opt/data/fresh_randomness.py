@@ -28,7 +28,7 @@ _kept: Any = None
 
 
 class NotTraced(ValueError):
-    """A function of an example fails, whatever the example is."""
+    """A function of an example fails for all examples of one form."""
 
 
 def traced(function: Callable[..., Any], *specs: Any) -> Any:

@@ -102,6 +102,7 @@ class PrivacyGuard:
         self._process = entropy.process()
         self._passes_begun = 0
         self._since_data_began = 0  # steps; whole passes, where they were not broken off
+        self._handed = 0  # batches that loops had been given at the last step
         self._entered: int | None = None  # the step that this `fit` asked for last
         self._warned_of: Any = None  # the plan that a warning spoke of
 
@@ -167,7 +168,7 @@ class PrivacyGuard:
         if before is not None and before.rows_per_unit != sampling.rows_per_unit:
             model.train_function = None  # to be traced anew: tracing checks the batches against it
         self.sampling, self.order_seed, self.is_of_fit = sampling, order_seed, of_fit
-        self._since_data_began = 0
+        self._since_data_began = self._handed = 0
         self._place_next_pass(steps_taken(model.optimizer))
         self.ledger(model).close()
 
@@ -320,14 +321,17 @@ class PrivacyGuard:
                 "accounted. Call fit, several times if need be, or use Poisson sampling with "
                 "independent noise and one batch_size."
             )
-        if sampling.in_passes and not (sampling.passes and sampling.passes.begun):
-            raise ValueError(
-                f"{sampling.kind!r} sampling is accounted in whole passes over the data, and in a "
-                "loop of your own it is not known where one begins. Loop over batches that count "
-                "them: those of a sampler of dp_keras_opt.data; or of data of your own, batches = "
-                "dp_keras_opt.data.assume_sampling(data, sampling), after model.sampling = "
-                "batches.sampling."
-            )
+        if sampling.in_passes:
+            handed = sampling.passes.handed if sampling.passes else 0
+            if handed == self._handed:
+                raise ValueError(
+                    f"{sampling.kind!r} sampling is accounted in whole passes over the data, so "
+                    "that each step needs a batch that was drawn for it, by what counts passes: "
+                    "`for batch in batches: model.train_on_batch(*batch)`, after model.sampling = "
+                    "batches.sampling, where batches are of a sampler of dp_keras_opt.data, or "
+                    "assume_sampling(data, sampling). No batch was drawn since the last step."
+                )
+            self._handed = handed
 
     def _until_end(self, steps):
         """How many of so many steps there are data for, where a segment began with a pass."""

@@ -69,15 +69,8 @@ _OF_POSITIONS = (
 
 
 def _update(metric, target, prediction, weight, mask):
-    elements = None
-    if isinstance(metric, keras.metrics.IoU):
-        elements = prediction
-        if not metric.sparse_y_pred:  # it takes the likeliest class
-            elements = tf.reduce_max(prediction, axis=metric.axis)
-    elif isinstance(metric, _OF_POSITIONS) and len(prediction.shape) > 2:
-        elements = prediction[..., 0]
-    if weight is not None and elements is not None:
-        weight = tf.broadcast_to(_broadcast(weight, elements), tf.shape(elements))
+    """Updates a metric, and warns of one that makes nothing of the weights."""
+    weight = weight if weight is None else _weight_for(metric, target, prediction, weight)
     if mask is not None:
         weight = tf.identity(weight)
     try:
@@ -99,6 +92,19 @@ def _update(metric, target, prediction, weight, mask):
             "`update_state`, or leave it to `evaluate`, where nothing is padded.",
             stacklevel=2,
         )
+
+
+def _weight_for(metric, target, prediction, weight):
+    """The weights as a metric wants them: of each row, or of each position."""
+    if isinstance(metric, keras.metrics.IoU):  # also one of somebody's that predicts otherwise
+        elements = target
+        if not metric.sparse_y_true:
+            elements = tf.reduce_max(target, axis=metric.axis)
+    elif type(metric) in _OF_POSITIONS and len(prediction.shape) > 2:
+        elements = prediction[..., 0]
+    else:
+        return weight
+    return tf.broadcast_to(_broadcast(weight, elements), tf.shape(elements))
 
 
 def _masked(weight, mask):

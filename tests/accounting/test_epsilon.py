@@ -273,6 +273,8 @@ def test_batches_and_epochs(make_optimizer):
             function(optimizer, batches, delta=DELTA)
         with pytest.raises(ValueError, match="delta must be a number"):
             function(optimizer, batches, 12)
+        with pytest.raises(ValueError, match="sampling must be"):
+            function(optimizer, 100, epochs=2, delta=DELTA)
 
 
 def test_refuses_steps(make_optimizer):

@@ -6,11 +6,14 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 
+import keras
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dp_keras_opt as dp
 from dp_keras_opt.accounting import Ledger, Sampling, journal
 
 DELTA = 1e-5
@@ -300,6 +303,19 @@ def test_a_file_is_not_lost_on_the_way_to_another_process(path, gaussians):
         pickle.dumps({"ledger": ledger})
     ledger.unlock()
     assert pickle.loads(pickle.dumps(ledger)).steps == 3
+
+
+def test_a_model_that_is_copied_says_that_its_ledger_has_no_file(path):
+    inputs = keras.Input((2,))
+    model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(dp.optimizers.DPSGD(clip_norm=1.0, noise_multiplier=1.0), "mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        copy.deepcopy(model)
+    model.ledger = Ledger(path)
+    with pytest.warns(UserWarning, match=f"{path.name}, and that of a copy is not"):
+        copied = pickle.loads(pickle.dumps(model))
+    assert copied.ledger.path is None
 
 
 def test_what_is_merged_is_on_file(path, gaussians):

@@ -373,7 +373,7 @@ def _batches_of_two_lengths():
 @pytest.mark.parametrize("masked", [False, True])
 def test_single_steps_with_batches_of_several_lengths(masked, eager):
     model = _compiled(_text(*_pooled(), masked=masked), run_eagerly=eager)
-    model.sampling = dp.accounting.Sampling.shuffled(8, B)
+    model.sampling = dp.accounting.Sampling.poisson(8, B)
     first, second = _batches_of_two_lengths()
     model.train_on_batch(*first)
     if masked:
@@ -753,7 +753,13 @@ SWITCHES = {
     "a flag": ((), "bool", False, lambda v: v),
     "a flag that ends": ((), "bool", True, ops.logical_not),
     "flags": ((4,), "bool", False, lambda v: v),
-}
+    "floats that come down": ((4,), "float32", 6.0, lambda v: ops.relu(1 - v / 3), _down),
+    "below 0": ((), "int32", 5, lambda v: v < 0, lambda v: v - 1),
+    "the last of many": (
+        (), "int32", 0, lambda v: ops.where(v == 12, 1.0, sum(0.0 * ops.cast(v == n, "float32")
+                                                              for n in range(12))),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*SWITCHES, "a latch", "a frozen layer"])
@@ -777,6 +783,35 @@ def test_states_that_change_each_row_by_itself_train(case):
     start = [np.copy(v) for v in model.variables]
     _check(model, _form(4), _form(1), words=None)
     assert all(map(np.array_equal, start, model.variables))
+
+
+@pytest.mark.parametrize("both", [
+    lambda flag, count: flag & (count <= 0),
+    lambda flag, count: ops.logical_not(flag) & (count >= 9),
+    lambda flag, count: flag & ops.equal(count, 7),
+])  # fmt: skip
+def test_what_mixes_by_two_switches_is_refused(both):
+    class Layer(layers.Layer):
+        def build(self, shape):
+            self.flag = self.add_weight((), "zeros", "bool", trainable=False)
+            start = keras.initializers.Constant(4)
+            self.count = self.add_weight((), start, "int32", trainable=False)
+
+        def call(self, x):
+            return ops.where(both(self.flag, self.count), _centred(x), x)
+
+    _check(_compiled(_linear(Layer())), _form(4), _form(1), words="mixes")
+
+
+def test_a_frozen_vector_that_opens_is_refused():
+    class Layer(layers.Layer):
+        def build(self, shape):
+            self.gate = self.add_weight(shape[-1:], "zeros", trainable=False)
+
+        def call(self, x):
+            return x - self.gate * ops.mean(x, axis=0)
+
+    _check(_compiled(_linear(Layer(trainable=False))), _form(4), _form(1), words="mixes")
 
 
 @pytest.mark.parametrize("start", [False, 3.0])

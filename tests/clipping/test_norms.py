@@ -110,12 +110,30 @@ def test_the_clip_fraction_is_in_the_optimizers_geometry_and_counts_users():
         (lambda x, y: x, "ndarray"),
         (lambda x, y: (x.tolist(), y.tolist()), "tuple"),
         (lambda x, y: (x,), "tuple"),
+        (lambda x, y: (x, list(y[:, 0])), "tuple"),
     ],
 )
 def test_norms_are_of_arrays(batch, found):
     _, model, x, y = _model()
     with pytest.raises(TypeError, match=f"must be arrays .x, y..*received a .*{found}.$"):
         dp.clipping.per_example_norms(model, batch(x, y))
+
+
+def test_norms_of_a_batch_of_a_sampler_and_without_targets():
+    _, model, x, y = _model()
+    drawn = next(iter(dp.data.poisson_batches((x, y), 3, 1)))  # which has padding
+    norms = dp.clipping.per_example_norms(model, drawn)
+    there = np.asarray(drawn[2].mask, bool)
+    alone = dp.clipping.per_example_norms(model, (drawn[0][there], drawn[1][there]))
+    np.testing.assert_allclose(norms[there], alone, rtol=1e-5)
+    inputs = keras.Input((5, 4))
+    model = dp.DPModel(inputs, layers.Dense(2)(layers.Flatten()(inputs)))
+    model.compile(
+        dp.optimizers.DPSGD(clip_norm=1.0, batch_size=4, noise_multiplier=1.0),
+        dp.Objective(lambda inputs, targets, outputs, _: tf.reduce_sum(outputs**2, 1)),
+    )
+    assert dp.clipping.per_example_norms(model, (x, None)).shape == (7,)
+    assert 0 <= dp.clipping.clip_fraction(model, (x, None)) <= 1
 
 
 def test_losses_of_another_precision():

@@ -158,6 +158,33 @@ def test_a_map_that_fails_is_not_taken_for_a_record(function, said, skips):
         assert "It is given one example, without the dimension of the batch" in message
 
 
+class _Pictures(keras.utils.PyDataset):
+    """Of which one has no colours, as folders of pictures do."""
+
+    def __init__(self, gray):
+        super().__init__()
+        self.gray = gray
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        shape = (4, 4) if index == self.gray else (4, 4, 3)
+        return {"x": np.ones(shape, "float32"), "y": np.float32([index])}
+
+
+@pytest.mark.parametrize("gray", [0, 7])
+def test_a_record_of_another_form_is_one_that_cannot_be_read(gray):
+    def red(record):
+        return record["x"][:, :, 0], record["y"]
+
+    batches = dp.data.poisson_batches(_Pictures(gray), 12, 1, map=red, skip_unreadable=True)
+    list(batches)
+    assert list(batches.unreadable) == [gray]
+    with pytest.raises(ValueError, match=f"^Record {gray} of `data` cannot be read: NotTraced"):
+        list(dp.data.poisson_batches(_Pictures(gray), 12, 1, map=red))
+
+
 def test_a_map_of_batches_that_fails_says_what_it_is_given():
     batches = dp.data.poisson_batches((X, Y), 5)
     with pytest.raises(ValueError, match="one example, without the dimension of the batch"):

@@ -304,11 +304,60 @@ def test_a_sequence_that_shuffles_itself_is_not_in_a_fixed_order(kind):
     dp.data.assume_sampling(kind(), dp.accounting.Sampling.shuffled(N, 3))
 
 
+def _mapped_within(data, deterministic=None):
+    return data.map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("how", ["flat_map", "interleave"])
+@pytest.mark.parametrize("is_raced", [False, True])
+def test_an_order_that_changes_within_the_parts_is_not_fixed(how, is_raced):
+    fixed, parts = dp.accounting.Sampling.fixed_order(N, 3), tf.data.Dataset.range(3)
+
+    def part_of(changes):
+        def part(number):
+            rows = tf.data.Dataset.from_tensor_slices((X, Y)).shard(3, number)
+            if is_raced:
+                return _mapped_within(rows, False if changes else None)
+            return rows.shuffle(9, seed=1, reshuffle_each_iteration=changes)
+
+        return part
+
+    dp.data.assume_sampling(getattr(parts, how)(part_of(False)).batch(3), fixed)
+    with pytest.raises(ValueError, match="may come in another in each"):
+        dp.data.assume_sampling(getattr(parts, how)(part_of(True)).batch(3), fixed)
+
+
+def test_loaders_of_grain_that_repeat_what_they_shuffle_are_not_in_a_fixed_order():
+    grain = pytest.importorskip("grain.python")
+    examples = grain.MapDataset.source(list(zip(X, Y, strict=True)))
+    for data, anew in (
+        (examples, False),
+        (examples.shuffle(seed=1), False),  # in one order
+        (examples.repeat(2), False),
+        (examples.shuffle(seed=1).repeat(2).batch(3), True),
+        (examples.shuffle(seed=1).repeat(2).to_iter_dataset().batch(3), True),
+    ):
+        assert doubts.is_reshuffled(data) == anew
+    for shuffle in (False, True):
+        for epochs in (1, 2):
+            sampler = grain.IndexSampler(
+                N, grain.NoSharding(), shuffle=shuffle, num_epochs=epochs, seed=1
+            )
+            loader = grain.DataLoader(data_source=list(X), sampler=sampler)
+            assert doubts.is_reshuffled(loader) == (shuffle and epochs > 1)
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_of_pytorch_that_shuffles_is_not_in_a_fixed_order(shuffle):
     data = pytest.importorskip("torch.utils.data")
-    loader = data.DataLoader(list(zip(X, Y, strict=True)), batch_size=3, shuffle=shuffle)
-    assert doubts.is_reshuffled(loader) == shuffle
+    rows = list(zip(X, Y, strict=True))
+    sampler = data.RandomSampler(rows) if shuffle else data.SequentialSampler(rows)
+    in_batches = data.BatchSampler(sampler, 3, drop_last=False)
+    loaders = [
+        data.DataLoader(rows, batch_size=3, shuffle=shuffle),
+        data.DataLoader(rows, batch_sampler=in_batches),
+    ]
+    assert [doubts.is_reshuffled(loader) for loader in loaders] == [shuffle] * 2
 
 
 def test_the_folders_of_a_path_are_not_walked_as_data():

@@ -54,16 +54,16 @@ def test_a_step_past_the_ledger_is_refused(wrap):
 )
 def test_larger_batches_than_are_accounted_are_refused(sampling, refuses):
     model = _model()
-    batches = dp.data.assume_sampling(((X[:B], Y[:B]) for _ in range(3)), sampling)
-    model.sampling = batches.sampling
-    model.train_on_batch(*next(iter(batches)))
+    padded = dp.data.RowInfo(np.float32([1] * B + [0] * (N - B)))
+    batches = dp.data.assume_sampling((b for b in [(X[:B], Y[:B]), (X, Y), (X, Y)]), sampling)
+    model.sampling, given = batches.sampling, iter(batches)
+    model.train_on_batch(*next(given))
     if not refuses:
-        model.train_on_batch(X, Y)
+        model.train_on_batch(*next(given))
         return
     with pytest.raises(ValueError, match="A batch has 24 rows, but"):
-        model.train_on_batch(X, Y)
-    padded = dp.data.RowInfo(np.float32([1] * B + [0] * (N - B)))
-    model.train_on_batch(X, Y, padded)
+        model.train_on_batch(*next(given))
+    model.train_on_batch(*next(given), padded)
     assert model.ledger.steps == 2
 
 
@@ -217,6 +217,50 @@ def test_a_loop_in_which_nothing_counts_the_passes_is_refused(kind):
         model.train_on_batch(*next(iter(own.dataset)))
     model.fit(own, verbose=0)  # which begins its passes itself
     assert model.ledger.steps == N // B
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_each_step_needs_a_batch_that_was_drawn_for_it(own):
+    """Batches that are kept, or drawn past what counts them: of 20 passes 1 to 10 were counted."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(B)
+    batches = _once_a_pass("fixed_order", data) if own else dp.data.fixed_order_epochs((X, Y), B)
+    refused = pytest.raises(ValueError, match="No batch was drawn since the last step")
+
+    def model():
+        made = _model()
+        made.sampling = batches.sampling
+        return made
+
+    held, one = list(batches), model()
+    one.train_on_batch(*held[0])
+    with refused:
+        one.train_on_batch(*held[1])
+    one = model()
+    one.train_on_batch(*next(iter(batches)))  # as to build it
+    with refused:
+        for batch in batches.dataset:
+            one.train_on_batch(*batch)
+    one = model()
+    with refused:
+        for batch, other in zip(batches, batches, strict=True):
+            one.train_on_batch(*batch)
+            one.train_on_batch(*other)
+    assert one.ledger.steps == 1
+
+
+def test_steps_on_other_batches_than_those_of_the_stated_sampling_are_refused():
+    """Of each epoch anew, where the model knows those of the first."""
+    model, first = _model(), _once_a_pass("shuffled", (batch for batch in _rows()))
+    model.sampling = first.sampling
+    for batch in first:
+        model.train_on_batch(*batch)
+    again = _once_a_pass("shuffled", (batch for batch in _rows()))
+    with pytest.raises(ValueError, match="No batch was drawn since the last step"):
+        model.train_on_batch(*next(iter(again)))
+    model.sampling = again.sampling
+    for batch in again:
+        model.train_on_batch(*batch)
+    assert model.ledger.steps == 2 * (N // B) - 1
 
 
 def test_the_sampling_of_other_batches_has_other_passes():

@@ -431,7 +431,7 @@ def test_looking_at_an_encoder_does_not_have_it_checked_again(checks):
 def test_batches_by_their_constructor_are_checked_and_stated():
     """They were taken for those of a sampler."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(N).batch(B, drop_remainder=True)
-    with pytest.raises(ValueError, match="shuffled anew in each"):
+    with pytest.raises(ValueError, match="may come in another in each"):
         dp.data.Batches(data, Sampling.fixed_order(N, B))
     with pytest.raises(ValueError, match="batches of 40 examples, but those of `data` have 20"):
         dp.data.Batches(data, Sampling.shuffled(N, 40))

@@ -437,6 +437,38 @@ def test_metrics_of_positions_are_those_of_keras_on_the_rows_that_count(case, we
         np.testing.assert_allclose(value, expected.result(), rtol=1e-5, err_msg=expected.name)
 
 
+class _OfLikeliest(keras.metrics.MeanIoU):
+    """As people write it for probabilities."""
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        return super().update_state(y, ops.argmax(y_pred, -1), sample_weight)
+
+
+class _OfMost(keras.metrics.Precision):
+    """Of whether there is anything in a picture."""
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        return super().update_state(y, ops.max(y_pred, axis=(1, 2)), sample_weight)
+
+
+@pytest.mark.parametrize("places", [(), (5,), (5, 5)])
+def test_metrics_that_derive_from_those_of_positions(places):
+    mask, rng = np.array([1, 0, 1, 1, 0], "float32"), np.random.default_rng(2)
+    kept = mask > 0
+    cases = [(_OfLikeliest(3), _OfLikeliest(3), rng.integers(0, 3, (5, *places)), (*places, 3))]
+    if len(places) == 2:
+        cases += [(_OfMost(), _OfMost(), rng.integers(0, 2, 5), (*places,))]
+    for metric, expected, y, shape in cases:
+        y_pred, inputs = _uniform(*shape, seed=3), keras.Input(shape)
+        model = dp.DPModel(inputs, keras.layers.Identity()(inputs))
+        model.compile(_optimizer(), "mse", metrics=[metric])
+        rows = RowInfo(tf.constant(mask))
+        found = model.compute_metrics(None, tf.constant(y), tf.constant(y_pred), rows)
+        expected.update_state(y[kept], y_pred[kept])
+        (value,) = (found[name] for name in found if name != "loss")
+        np.testing.assert_allclose(value, expected.result(), rtol=1e-5)
+
+
 def test_metrics_of_masks_in_fit():
     """Batches as large as the pictures are wide."""
     x, y = np.ones((64, 16, 16, 1), "float32"), np.zeros((64, 16, 16, 1), "float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -41,8 +42,10 @@ from dp_keras_opt.clipping.self_check.synthetic import Synthetic
 #: model. The larger one can be cut into pairs, triples and so on, as code that mixes may do.
 _FEW, _MANY = 3, 18
 
-#: Where counters of steps are put to see what begins late, and how many numbers more.
-_STEPS, _COMPARED = 10**6, 8
+#: Where counters of steps are put to see what begins late; how many of the least and the largest
+#: numbers that are compared with, and of states in which several differ, are tried besides; and by
+#: how many draws.
+_STEPS, _COMPARED, _MIXED, _OF_LATER = 10**6, 4, 16, 3
 
 #: At most so many rows of a large batch, of which code may treat some otherwise than others.
 _LARGE = 256
@@ -122,8 +125,9 @@ def checked_engines(
             _check_gradients(passes, synthetic, (before, away))
         if is_random:
             _check_loss(model, per_example_loss, passes, wide, before)
-        for states in _later(model, assignments, passes, wide, before):
-            _check_rows(passes, synthetic, batch, wide, states, is_random, most)
+        for number, states in enumerate(_later(model, assignments, passes, wide, before)):
+            draws = _DRAWS[: _OF_LATER if number else None]
+            _check_rows(passes, synthetic, batch, wide, states, is_random, most, draws=draws)
         del away  # as large as the model
         engines = engines_for(model, bool(synthetic.open_leaves))
         engines = _right_engines(
@@ -211,25 +215,42 @@ def _later(model, assignments, passes, batch, before):
     """Pairs of states that training may come to, by which what waits for them begins.
 
     All that is read and not trained, such as counts and flags, is far in one pair, and on; in
-    others it is 0, and off; 1; and what the graph compares with. The second of a pair is a pass on.
+    others it is 0, and off; 1; −1; and what the graph compares with. Where there are several, each
+    is one of these, or as it is, in some more. The second of a pair is a pass on.
     """
     switches = assignments.switches
     if not switches:
         return
-    seen = []
-    for value in (_STEPS, 0, 1, *assignments.compared[:_COMPARED]):
+    before.put_back()
+    compared = assignments.compared
+    values = [_STEPS, 0, 1, -1, *compared[:_COMPARED], *compared[_COMPARED:][-_COMPARED:]]
+    now = [np.asarray(tf.convert_to_tensor(variable)) for variable in switches]
+    alike = [[np.full_like(each, _of_dtype(v, each.dtype)) for each in now] for v in values]
+    states = [now, *alike]
+    of_each = [
+        [one for (one,) in _distinct([[a] for a in own])] for own in zip(*states, strict=True)
+    ]
+    if math.prod(map(len, of_each)) <= _MIXED:
+        states += itertools.product(*of_each)
+    else:
+        random = np.random.default_rng(4)
+        states += [[own[random.integers(len(own))] for own in of_each] for _ in range(_MIXED)]
+    for then in _distinct(states)[1:]:
         before.put_back()
-        now = [np.asarray(tf.convert_to_tensor(variable)) for variable in switches]
-        then = [np.full_like(each, _of_dtype(value, each.dtype)) for each in now]
-        if any(all(map(np.array_equal, then, other)) for other in (now, *seen)):
-            continue
-        seen.append(then)
         for variable, number in zip(switches, then, strict=True):
             variable.assign(number)
         state = state_changes.Snapshot(model, assignments, switches)
         if passes.why_not(batch, state) is None:
             after = state_changes.Snapshot(model, assignments, switches)
             yield state, after if passes.why_not(batch, after) is None else state
+
+
+def _distinct(states):
+    """Those lists of arrays that did not come before."""
+    found: dict[bytes, Any] = {}
+    for each in states:
+        found.setdefault(b"".join(array.tobytes() for array in each), each)
+    return list(found.values())
 
 
 def _of_dtype(value, dtype):
@@ -268,7 +289,7 @@ def _rows_of_large(model, num_rows):
     return min(_LARGE, expected) if isinstance(expected, int) else _LARGE
 
 
-def _check_rows(passes, synthetic, form, wide, states, is_random, most, large=0):
+def _check_rows(passes, synthetic, form, wide, states, is_random, most, large=0, draws=_DRAWS):
     """Whether rows change with the others; once among many, where `large` is more than `most`."""
     random, alone_in = np.random.default_rng(2), "training"
     if is_random:
@@ -277,8 +298,9 @@ def _check_rows(passes, synthetic, form, wide, states, is_random, most, large=0)
     # Of numbers for which there is a trace; and of one, where the data may have single rows.
     is_open = any(leaf is not None and leaf.shape[0] is None for leaf in tf.nest.flatten(form))
     few = min(_FEW, most)
-    draws = [(*draw, None) for draw in _DRAWS]
-    draws += [(_MANY, 1.0, False, "real", mark) for mark in (*synthetic.marks, *synthetic.lone)]
+    marks = (*synthetic.marks, *synthetic.lone) if draws == _DRAWS else ()
+    draws = [(*draw, None) for draw in draws]
+    draws += [(_MANY, 1.0, False, "real", mark) for mark in marks]
     draws += [(large, 1.0, True, "real", None)] * (large > _MANY)
     for number, (rows, magnitude, outlier, style, mark) in enumerate(draws):
         rows = min(rows, max(most, large))
