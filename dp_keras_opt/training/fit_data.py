@@ -90,6 +90,10 @@ def take(call: FitArguments, model: Any) -> Taken:
         dealt = data.shard(batches, workers.local(strategy))
         call.x = replicated.distributed(strategy, dealt)
         optimizer.noise_source.share(strategy)
+    elif isinstance(strategy, tf.distribute.MirroredStrategy):
+        # Of one device there is no part of a batch without rows. TensorFlow, which looks for one
+        # where sizes vary, asks for the shape of what is None.
+        strategy.extended.enable_partial_batch_handling = False
     length = data.number_of_batches(call.x)
     length = math.inf if length is None else length
     if call.steps_per_epoch is not None:

@@ -3,6 +3,7 @@
 What they check stands in replica_programs.py.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import dp_keras_opt as dp
 from tests.training import shard_programs
@@ -82,3 +84,35 @@ def test_workers_with_data_on_disk(tmp_path):
     for output, status in finish(start_workers(tmp_path, module="shard_programs")):
         assert status == 0, output[-4000:]
         assert output.rstrip().endswith("ok")
+
+
+@pytest.mark.parametrize("kind", ["own", "poisson_batches", "balls_in_bins", "arrays"])
+def test_a_strategy_of_one_device_trains_as_none_does(kind):
+    """As a program for many devices does on a machine with one: sizes that vary failed."""
+    x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    rows = rows.map(lambda x, y: (x, y, dp.data.RowInfo(tf.ones(tf.shape(x)[:1]))))
+
+    def trained(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            inputs = keras.Input((3,))
+            model = dp.DPModel(inputs, keras.layers.Dense(1)(inputs))
+            optimizer = dp.optimizers.DPSGD(0.1, clip_norm=0.5, noise_multiplier=0.0, batch_size=8)
+            model.compile(optimizer, "mse", metrics=["mae"])
+        if kind == "arrays":
+            model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
+        elif kind == "own":
+            order = dp.accounting.Sampling.fixed_order(21, 8)
+            model.fit(dp.data.assume_sampling(rows, order), epochs=2, verbose=0)
+        else:
+            model.fit(getattr(dp.data, kind)((x, y), 8), epochs=2, verbose=0)
+        return model
+
+    alone = trained(contextlib.nullcontext())
+    model = trained(tf.distribute.MirroredStrategy(["CPU:0"]).scope())
+    assert model.ledger.steps == alone.ledger.steps == 6
+    if kind == "own":  # others draw their batches anew
+        for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
