@@ -377,7 +377,7 @@ def test_probes_are_asked_however_training_begins():
         inputs = keras.Input((4,))
         model = dp.DPModel(inputs, keras.layers.Dense(3)(inputs))
         model.compile(DPSGD(0.5, **lr.PRIVATE), "mse")
-        model.sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+        model.sampling = dp.accounting.Sampling.poisson(100, lr.BATCH)
         model.train_on_batch(lr.X, lr.Y)
         optimizer = DPSGD(0.5, geometry=geometry, **lr.PRIVATE)
         optimizer.build(model.trainable_variables)
@@ -404,7 +404,7 @@ def test_probes_are_asked_however_training_begins():
     for geometry in (None, KroneckerFactored(probes())):  # with class weights, rows are not seen
         model = Later()
         model.compile(DPSGD(0.5, geometry=geometry, **lr.PRIVATE), "mse")
-        model.sampling = dp.accounting.Sampling.fixed_order(100, lr.BATCH)
+        model.sampling = dp.accounting.Sampling.poisson(100, lr.BATCH)
         if geometry is None:
             model.train_on_batch(lr.X, lr.Y, class_weight={0: 1.0})
             assert len(model.trainable_variables) == 2
