@@ -487,13 +487,10 @@ def test_an_own_loop_does_not_move_the_windows_of_a_schedule(tmp_path, steps):
         model.train_on_batch(*next(given))
     model.save_weights(path)
     model.load_weights(path)
-    if steps % model.sampling.period:
+    for _ in range(-steps % model.sampling.period):
         with pytest.raises(ValueError, match="within a pass of 3 steps"):
             model.train_on_batch(*next(given))
         model.compile(dp.optimizers.DPSGD(0.01, **FALLING), "mse")  # the epoch is as far as it was
-        with pytest.raises(ValueError, match="within a pass of 3 steps"):
-            model.train_on_batch(*next(given))
-        given = iter(batches)
     model.train_on_batch(*next(given))
     assert model.ledger.steps == steps + 1
 
