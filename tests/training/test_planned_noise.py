@@ -1,6 +1,7 @@
 """`fit` finds the noise that it was left to find: for exactly its steps, and no step beyond."""
 
 import contextlib
+import itertools
 import math
 import warnings
 
@@ -382,14 +383,16 @@ class _Recorded(keras.callbacks.Callback):
 
 def test_a_sampling_that_is_stated_again_begins_a_new_pass():
     """Keras skips to assign what getattr already gives; the four steps would be one pass."""
-    model, shuffled = _model(noise_multiplier=5.0), Sampling.shuffled(N, B)
-    model.sampling = shuffled
+    endless = ((X[:B], Y[:B]) for _ in itertools.count())
+    batches = dp.data.assume_sampling(endless, Sampling.shuffled(N, B))
+    model, given = _model(noise_multiplier=5.0), iter(batches)
+    model.sampling = batches.sampling
     for _ in range(3):
-        model.train_on_batch(X[:B], Y[:B])
+        model.train_on_batch(*next(given))
     model.sampling = model.sampling
-    model.train_on_batch(X[:B], Y[:B])
-    model.sampling = shuffled
-    model.train_on_batch(X[:B], Y[:B])
+    model.train_on_batch(*next(given))
+    model.sampling = batches.sampling
+    model.train_on_batch(*next(given))
     assert [segment.steps for segment in model.ledger.segments] == [3, 1, 1]
     three = rdp.RdpAccountant().compose(dp_accounting.GaussianDpEvent(2.5), 3)
     assert model.ledger.epsilon(DELTA, "rdp") == pytest.approx(three.get_epsilon(DELTA))
