@@ -487,7 +487,8 @@ class DPModel(keras.Model):
             PrivacyBudgetError: the step would exceed the budget.
             ValueError: `model.sampling` is not set, or by a `fit`, or states smaller batches; a
                 `fit` runs; or what a step costs depends on the batches before it (correlated noise,
-                groups that take turns, batch sizes that change), of which one could be left out.
+                groups that take turns, batch sizes that change), of which one could be left out;
+                or examples come once a pass, and no batch was drawn since the last step.
         """
         _keras.check_is_compiled(self, "train_on_batch")
         self._guard.refuse_within_fit("train_on_batch")

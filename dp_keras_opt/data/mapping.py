@@ -166,7 +166,10 @@ class Traced:
 
     def __call__(self, rows):
         if isinstance(rows, dict):
-            dates = [name for name, column in rows.items() if column.dtype.kind in "mM"]
+            dtypes = {name: getattr(column, "dtype", None) for name, column in rows.items()}
+            dates = [
+                name for name, dtype in dtypes.items() if getattr(dtype, "kind", "") in ("m", "M")
+            ]
             if dates:
                 raise fresh_randomness.NotTraced(
                     f"The columns {dates} have dates or durations, of which TensorFlow has no "

@@ -191,6 +191,21 @@ def test_a_map_of_batches_that_fails_says_what_it_is_given():
         batches.map(_undefined)
 
 
+class _Nested(keras.utils.PyDataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"x": {"left": np.ones(2, "float32")}, "y": np.float32([index])}
+
+
+def test_records_of_records_go_through_a_map():
+    batches = dp.data.poisson_batches(
+        _Nested(), 4, map=lambda record: (record["x"]["left"], record["y"])
+    )
+    assert next(iter(batches))[0].shape[1] == 2
+
+
 def test_columns_of_dates_are_named():
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame({"a": X[:, 0], "day": pd.date_range("2020", periods=len(X)), "y": Y[:, 0]})
